@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fedstream.broker.client import RedisSettings
+from tests.broker.guarded import Guarded, guarded
 from tests.broker.servers import Redis, cluster, redis_7
-from tests.conftest import _ORDERED
+from tests.conftest import _ORDERED, _SERVERS
 
 CLUSTER = "cluster"
 
@@ -20,9 +21,21 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
         yield made.ports
 
 
-@pytest.fixture(params=[*_ORDERED, CLUSTER])
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A Redis with the users of `fedstream acl`, shared by the tests of a module."""
+    with guarded(tmp_path_factory.mktemp("guarded")) as server:
+        yield server
+
+
+def _params() -> list[str]:
+    """Each server at hand alone, but for the one of which the cluster is made."""
+    return [*(name for name in _ORDERED if _SERVERS[name] != redis_7()), CLUSTER]
+
+
+@pytest.fixture(params=_params())
 def redis(request: pytest.FixtureRequest, server_of: Callable[[str], Redis]) -> RedisSettings:
-    """Each Redis at hand, and a cluster: the contract holds on all of them."""
+    """Each version of Redis at hand, the newest as a cluster: the contract holds on all of them."""
     if request.param != CLUSTER:
         return RedisSettings(url=server_of(request.param).url)
     if redis_7() is None:

@@ -12,7 +12,9 @@ import pytest
 
 from fedstream.broker import rights
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.keys import Keys
+from fedstream.core.errors import BrokerError
 from fedstream.operate import acl
 from tests.broker.servers import redis, redis_7
 
@@ -61,3 +63,12 @@ def guarded(folder: Path) -> Iterator[Guarded]:
     )
     with redis(folder / "redis", "--aclfile", str(file)) as server:
         yield Guarded(server.port)
+
+
+async def is_denied(client: Client, command: Command) -> bool:
+    """Whether Redis refuses this user the command."""
+    try:
+        await client.pipeline([command])
+    except BrokerError as error:
+        return "refuses: " in str(error)
+    return False

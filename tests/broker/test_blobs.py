@@ -29,20 +29,15 @@ def random_model(floats: int, integers: int = 0) -> Model:
 
 
 @pytest.mark.parametrize(
-    "floats",
+    ("floats", "algorithm"),
     [
-        0,
-        1,
-        MIB - 1,
-        MIB,
-        MIB + 1,
-        (blobs.WINDOW - 1) * MIB,
-        blobs.WINDOW * MIB,
-        blobs.WINDOW * MIB + 1,
-        2 * blobs.WINDOW * MIB + 5,
+        (0, "sha256"),
+        (MIB, "sha256"),
+        (MIB + 1, "blake3"),
+        (blobs.WINDOW * MIB, "blake3"),
+        (2 * blobs.WINDOW * MIB + 5, "sha256"),
     ],
 )
-@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
 async def test_model_of_any_size_round_trips(
     client: Client, keys: Keys, floats: int, algorithm: DigestAlgorithm
 ) -> None:
@@ -63,13 +58,6 @@ async def test_empty_model_exists_or_not(client: Client, keys: Keys) -> None:
         await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest(), chunks=None)
     await blobs.write(client, keys.model("1.1"), nothing, expire_s=60)
     await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest(), chunks=None)
-
-
-async def test_no_chunk_exceeds_one_mebibyte(client: Client, keys: Keys) -> None:
-    model = random_model(2 * MIB + 3)
-    await blobs.write(client, keys.model("1.1"), model, expire_s=60)
-    sizes = [await client.call("HSTRLEN", keys.model("1.1"), n) for n in range(4)]
-    assert sizes == [blobs.CHUNK, blobs.CHUNK, 12, 0]
 
 
 async def test_small_model_is_sent_with_the_next_command(client: Client, keys: Keys) -> None:
@@ -220,19 +208,3 @@ async def test_key_of_another_type_is_a_damaged_blob(client: Client, keys: Keys)
     await client.call("SET", keys.update("a.1"), "x", "PX", 60_000)
     with pytest.raises(BlobDamaged, match=r"update:a\.1 is not a blob"):
         await blobs.read(client, keys.update("a.1"), random_model(3), digest="", chunks=None)
-
-
-async def test_wrong_digest_is_refused(client: Client, keys: Keys) -> None:
-    model = random_model(5)
-    await blobs.write(client, keys.model("1.1"), model, expire_s=60)
-    with pytest.raises(BlobDamaged, match="expected 0000"):
-        await blobs.read(client, keys.model("1.1"), Model(model.layout), digest="0000", chunks=None)
-
-
-async def test_rewriting_after_a_lost_reply_gives_the_same_blob(client: Client, keys: Keys) -> None:
-    model = random_model(MIB + 1)
-    for _ in range(2):
-        await blobs.write(client, keys.model("1.1"), model, expire_s=60)
-    again = Model(model.layout)
-    await blobs.read(client, keys.model("1.1"), again, digest=model.digest(), chunks=None)
-    assert await client.call("HLEN", keys.model("1.1")) == 3

@@ -84,26 +84,6 @@ async def test_hostile_chunk_count_is_refused(
     await hand.balanced()
 
 
-@pytest.mark.parametrize(
-    ("commands", "reason"),
-    [
-        ([("HSET", "1", b"x" * ((1 << 20) - 1))], "size"),
-        ([("HSET", "0", b"x" * ((1 << 20) + 1), "3", b"x" * (FOUR - 1 - 3 * (1 << 20)))], "size"),
-        ([("HSET", "0", b"x", "1", b"x" * ((1 << 21) - 1))], "size"),  # together they fit
-        ([("HSET", "4", b"x")], "size"),
-        ([("HDEL", "0")], "blob missing"),
-        ([("HDEL", "3")], "blob missing"),
-    ],
-)
-async def test_chunks_must_add_up(
-    hand: Hand, client: Client, commands: list[tuple[Any, ...]], reason: str
-) -> None:
-    upload = await trained(hand, FOUR, 1 << 20)
-    key = hand.keys.update(upload.blob)
-    await client.pipeline([(name, key, *rest) for name, *rest in commands])
-    assert await admitted(hand, upload) == ("refused", reason)
-
-
 @pytest.mark.parametrize("left", [0, 1, 3])
 async def test_a_blob_cut_short_is_refused_though_its_number_is_right(
     hand: Hand, client: Client, left: int

@@ -41,13 +41,6 @@ def test_clock_is_never_wrong_by_more_than_the_last_answer_took(
         assert redis.now() == pytest.approx(5000.0 + now)
 
 
-def test_clock_follows_redis_when_that_is_set() -> None:
-    redis = Clock()
-    for at in (1e9, 1e9 + 3600, 1e9 - 3600):
-        redis.read(at, clock.uptime())
-        assert redis.now() == pytest.approx(at, abs=1)
-
-
 @pytest.mark.parametrize("wrong_s", [3600.0, -3600.0])
 async def test_client_knows_redis_time_from_its_first_connection_on(
     redis: RedisSettings, monkeypatch: pytest.MonkeyPatch, wrong_s: float

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
-from fedstream.broker.client import Client
-from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger.gateway import Fate, GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.core.digest import digest_of
-from fedstream.core.errors import BrokerError, NoScript
+from fedstream.core.errors import BrokerError
 from fedstream.core.messages import GiveUp
-from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
+from tests.broker.guarded import KEYS, Guarded, is_denied, needs_7
 from tests.support import EveryRole, Hand
 
 SITE = "gateway"
@@ -55,17 +53,6 @@ async def test_an_invite_enrols_its_device_once(hand: Hand, gateway: GatewayLedg
     assert await gateway.registration(3) == (registration, False)
     assert await enrol(gateway, "n3", key="another key") == "used"
     assert await gateway.registration(3) == (registration, False)
-
-
-async def test_of_many_keys_with_one_invite_one_is_enrolled(
-    hand: Hand, gateway: GatewayLedger
-) -> None:
-    await invited(hand)
-    verdicts = await asyncio.gather(*(enrol(gateway, f"n{n}", key=f"key {n}") for n in range(20)))
-    assert sorted(verdicts) == ["enrolled", *["used"] * 19]
-    registration, _ = await gateway.registration(3)
-    assert registration
-    assert registration.key == f"key {verdicts.index('enrolled')}"
 
 
 async def test_invites_are_for_one_device(hand: Hand, gateway: GatewayLedger) -> None:
@@ -262,12 +249,6 @@ async def test_a_gateway_learns_what_became_of_its_tasks(
 # under its Redis user
 
 
-@pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("gateways")) as server:
-        yield server
-
-
 @pytest.fixture
 async def admin(there: Guarded) -> AsyncIterator[Hand]:
     """A run, played by who may do anything."""
@@ -277,14 +258,6 @@ async def admin(there: Guarded) -> AsyncIterator[Hand]:
         await client.call("ACL", "LOG", "RESET")
         yield hand
         await hand.ledger.purge()
-
-
-async def is_denied(client: Client, command: Command) -> bool:
-    try:
-        await client.pipeline([command])
-    except BrokerError as error:
-        return "refuses: " in str(error)
-    return False
 
 
 @needs_7
@@ -321,19 +294,6 @@ async def test_a_gateways_user_may_do_all_that_its_ledger_does(
         assert await gateway.revoked() == {3}
         assert await gateway.is_open(trigger.task)
         assert await admin.client.call("ACL", "LOG") == []
-
-
-@needs_7
-@pytest.mark.process
-async def test_a_gateway_waits_until_a_service_has_loaded_the_scripts(
-    there: Guarded, admin: Hand
-) -> None:
-    await admin.client.call("SCRIPT", "FLUSH")
-    client = Client(there.settings("gateway"), loads_scripts=False)
-    with pytest.raises(NoScript) as missing:
-        await enrol(GatewayLedger(client, KEYS, "gateway-0", SITE), "n")
-    assert missing.value.retriable
-    await client.close()
 
 
 def _all_of(key: str) -> list[tuple[str | int, ...]]:

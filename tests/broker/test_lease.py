@@ -10,7 +10,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.core.errors import Fenced, Unavailable
-from tests.support import Proxy, full, wait_until
+from tests.support import Proxy, wait_until
 
 
 def lease(client: Client, keys: Keys, name: str, seconds: float = 60.0) -> Lease:
@@ -24,11 +24,6 @@ async def test_one_process_leads_and_the_other_stands_by(client: Client, keys: K
     assert not await bob.acquire()
     assert bob.number == 0
     assert await ann.hold()
-
-
-async def test_each_role_has_its_own_lease(client: Client, keys: Keys) -> None:
-    assert await lease(client, keys, "ann").acquire()
-    assert await Lease(client, keys, "scheduler", "bob", seconds=60).acquire()
 
 
 async def test_standby_takes_over_after_expiry_and_fences_the_leader(
@@ -107,11 +102,3 @@ async def test_takeover_during_an_outage_fences(client: Client, keys: Keys) -> N
     assert (ann.number, bob.number) == (1, 1)
     with pytest.raises(Fenced):
         await ann.hold()
-
-
-async def test_full_redis_still_grants_leases(client: Client, keys: Keys) -> None:
-    ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
-    async with full(client):
-        assert await ann.acquire()
-        assert await ann.hold()
-        assert not await bob.acquire()

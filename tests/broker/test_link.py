@@ -45,7 +45,7 @@ def fed(bulks: Bulks, stream: bytes, step: int) -> list[Any]:
     return bulks.replies
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
 def test_bulks_go_into_the_buffer_however_they_are_cut(step: int) -> None:
     stream = b"$6\r\n262147\r\n$3\r\nabc\r\n$0\r\n\r\n$%d\r\n%b\r\n$-1\r\n" % (len(LONG), LONG)
     into = bytearray(len(LONG) + 5)
@@ -53,7 +53,7 @@ def test_bulks_go_into_the_buffer_however_they_are_cut(step: int) -> None:
     assert into == b"abc" + LONG + b"\0\0"
 
 
-@pytest.mark.parametrize("step", [1, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("step", [1000, 1 << 20])
 def test_bytes_beyond_the_buffer_are_dropped_and_counted(step: int) -> None:
     stream = b"$1\r\n3\r\n$%d\r\n%b\r\n$2\r\nyz\r\n" % (len(LONG), LONG)
     for size in (0, 10, len(LONG) - 1, len(LONG), len(LONG) + 1):
@@ -80,7 +80,7 @@ def test_what_is_no_bulk_is_refused(stream: bytes) -> None:
         bulks.feed(memoryview(stream))
 
 
-@pytest.mark.parametrize("step", [1, 3, 1000, 1 << 20])
+@pytest.mark.parametrize("step", [3, 1 << 20])
 def test_each_bulk_goes_to_its_own_place(step: int) -> None:
     """Into one buffer behind the other if it is the same, else to the beginning of the next."""
     stream = b"+OK\r\n$1\r\n4\r\n$2\r\nab\r\n$2\r\ncd\r\n$1\r\n3\r\n-ERR no\r\n$%d\r\n%b\r\n"

@@ -57,7 +57,7 @@ async def test_run_continues_within_its_memory(
     own: RedisSettings, client: Client, tmp_path: Path
 ) -> None:
     """Sixteen models are to be kept, but there is room for twelve: older ones go, often."""
-    sets = ("run.versions=60", "task.name=tests.broker.pipeline:wide", "journal.sync=always")
+    sets = ("run.versions=30", "task.name=tests.broker.pipeline:wide", "journal.sync=always")
     ledger = EveryRole(client, KEYS, "test")
     await ledger.prepare()  # what scripts take is no room for models
     used, _ = await ledger.memory()
@@ -66,7 +66,7 @@ async def test_run_continues_within_its_memory(
         await services.start("trainer", "trainer-1")
         view = await finished(client, KEYS)
         assert view.run.layout.nbytes == MODEL_BYTES
-        assert view.outcomes["applied"] == 60
+        assert view.outcomes["applied"] == 30
         assert view.outcomes["refused"] == view.outcomes["dead"] == 0
         assert services.retries("updater") + services.retries("trainer-1")
         assert not services.ended()

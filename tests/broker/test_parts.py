@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from fedstream.broker.partial_blobs import PartialBlob, Written
 from fedstream.broker.scripts import load_all
 from fedstream.core.errors import BlobMissing, BrokerError, OutOfMemory
 from fedstream.core.layout import Payload
-from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
+from tests.broker.guarded import KEYS, Guarded, needs_7
 from tests.support import full
 
 NAME = "t.a"
@@ -148,12 +146,6 @@ async def test_nothing_is_written_while_redis_is_full(client: Client, blob: Part
                 blob.whole(payload_of(9).buffer.data, b"another", note_expire_s=60)
             )
     assert await blob.written() == Written(b"note", 0)
-
-
-@pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("parts")) as server:
-        yield server
 
 
 @needs_7

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.scripts import Script
+from fedstream.cli.app import main
 from fedstream.core.errors import BrokerError, ConfigError
 from fedstream.core.messages import POOL, Dead, Heartbeat, Presence, decode
 from fedstream.history import status
@@ -45,23 +44,23 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[Guarded]:
+def fresh(tmp_path: Path) -> Iterator[Guarded]:
     with guarded(tmp_path) as server:
         yield server
 
 
 @asynccontextmanager
-async def under_users(there: Guarded, folder: Path, *sets: str) -> AsyncIterator[Pipeline]:
+async def under_users(fresh: Guarded, folder: Path, *sets: str) -> AsyncIterator[Pipeline]:
     """Each service as its own user; at the end nothing was denied to anyone."""
-    async with pipeline(KEYS, there.settings, folder, *sets) as services:
+    async with pipeline(KEYS, fresh.settings, folder, *sets) as services:
         yield services
-    async with there.client("admin") as admin:
+    async with fresh.client("admin") as admin:
         assert await admin.call("ACL", "LOG") == []
 
 
 @needs_7
 async def test_single_update_run_with_a_workspace_reaches_its_target(
-    there: Guarded, tmp_path: Path
+    fresh: Guarded, tmp_path: Path
 ) -> None:
     """One trainer is stopped in the middle of a task and saves it, another one ends it."""
     sets = (
@@ -70,7 +69,7 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
         "evaluator.every=1",
         "run.dry_step=false",
     )
-    async with under_users(there, tmp_path, *sets) as services:
+    async with under_users(fresh, tmp_path, *sets) as services:
         lines.gate.clear()
         await services.start("trainer", "trainer-1")
         await wait_until(lines.held.is_set)
@@ -78,12 +77,12 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
         await asyncio.sleep(0)
         lines.gate.set()
         await stopping
-        async with there.client("admin") as admin:
+        async with fresh.client("admin") as admin:
             assert await admin.call("KEYS", KEYS.workspace("pool", "*"))
             await admin.call("XADD", KEYS.tasks, "*", "m", "junk")
         await services.start("trainer", "trainer-2")
         await services.start("trainer", "trainer-3")
-        async with there.client("operator") as operator:
+        async with fresh.client("operator") as operator:
             view = await finished(operator, KEYS)
             assert "accuracy" in (view.run.why or "")
 
@@ -100,7 +99,7 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
 
 
 @needs_7
-async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path: Path) -> None:
+async def test_run_in_rounds_survives_an_emptied_redis(fresh: Guarded, tmp_path: Path) -> None:
     """Rounds that time out because a device drops out; a new updater; an emptied Redis."""
     sets = (
         "run.versions=12",
@@ -110,9 +109,9 @@ async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path:
         "devices.dropout=0.2",
         "devices.latency={kind='fixed', mean_s=0.05}",
     )
-    async with under_users(there, tmp_path, *sets) as services:
+    async with under_users(fresh, tmp_path, *sets) as services:
         await services.start("trainer", "trainer-1")
-        async with there.client("operator") as operator, there.client("admin") as admin:
+        async with fresh.client("operator") as operator, fresh.client("admin") as admin:
             await reached(operator, KEYS, 2)
             await services.stop("updater")
             await admin.call("SCRIPT", "FLUSH")
@@ -123,7 +122,7 @@ async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path:
 
 
 @needs_7
-async def test_anarchic_owners_with_scaffold_controls(there: Guarded, tmp_path: Path) -> None:
+async def test_anarchic_owners_with_scaffold_controls(fresh: Guarded, tmp_path: Path) -> None:
     """SCAFFOLD's c_i as blobs, owners' streams, and triggers of the devices' own."""
     sets = (
         "run.versions=10",
@@ -133,27 +132,21 @@ async def test_anarchic_owners_with_scaffold_controls(there: Guarded, tmp_path: 
         "scheduler.policy.kind=none",
         "trainer.anarchic.rate=20",
     )
-    async with under_users(there, tmp_path, *sets) as services:
+    async with under_users(fresh, tmp_path, *sets) as services:
         await services.start("trainer", "owner-1", "trainer.owns=[0, 1, 2]")
         await services.start("trainer", "owner-2", "trainer.owns=[3, 4, 5]")
-        async with there.client("operator") as operator, there.client("admin") as admin:
+        async with fresh.client("operator") as operator, fresh.client("admin") as admin:
             view = await finished(operator, KEYS)
             assert (view.head.version, view.owned) == (10, tuple(range(6)))
             assert await admin.call("EXISTS", KEYS.device(0))
         await services.stop_all()
-        async with there.client("operator") as operator:
+        async with fresh.client("operator") as operator:
             assert (await status.read(operator, KEYS))["state"] == "finished"
             await presence.purge(operator, KEYS, force=True)
             assert await operator.call("SCAN", 0, "COUNT", 1000) == [b"0", []]
 
 
 # what is refused
-
-
-@pytest.fixture(scope="module")
-def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("guarded")) as server:
-        yield server
 
 
 FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
@@ -213,8 +206,8 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
 
 @needs_7
 @pytest.mark.parametrize("role", FORBIDDEN)
-async def test_each_role_is_denied_what_it_must_not_do(role: str, module_redis: Guarded) -> None:
-    async with module_redis.client(role) as client:
+async def test_each_role_is_denied_what_it_must_not_do(role: str, there: Guarded) -> None:
+    async with there.client(role) as client:
         for command in [
             *FORBIDDEN[role],
             ("HGETALL", Keys("another").run),
@@ -226,10 +219,10 @@ async def test_each_role_is_denied_what_it_must_not_do(role: str, module_redis: 
 
 
 @needs_7
-async def test_operator_sees_everything_redis_denied(module_redis: Guarded) -> None:
-    async with module_redis.client("operator") as operator:
+async def test_operator_sees_everything_redis_denied(there: Guarded) -> None:
+    async with there.client("operator") as operator:
         await operator.call("ACL", "LOG", "RESET")
-        async with module_redis.client("trainer") as trainer:
+        async with there.client("trainer") as trainer:
             with pytest.raises(BrokerError, match="refuses"):
                 await trainer.call("HSET", KEYS.head, "a", 1)
             with pytest.raises(BrokerError, match="refuses"):
@@ -241,10 +234,10 @@ async def test_operator_sees_everything_redis_denied(module_redis: Guarded) -> N
 
 @needs_7
 @pytest.mark.parametrize("role", ["trainer", "scheduler", "evaluator"])
-async def test_scripts_cannot_bypass_rights(role: str, module_redis: Guarded) -> None:
+async def test_scripts_cannot_bypass_rights(role: str, there: Guarded) -> None:
     """Neither one of the role's own making, nor one of ours that is another's."""
     own = f"return redis.call('XADD', '{KEYS.queue}', '*', 'm', 'x')"
-    async with module_redis.client(role) as client:
+    async with there.client(role) as client:
         with pytest.raises(BrokerError, match="refuses"):
             await client.call("EVAL", own, 0)
         with pytest.raises(BrokerError, match="refuses"):
@@ -252,12 +245,10 @@ async def test_scripts_cannot_bypass_rights(role: str, module_redis: Guarded) ->
 
 
 @needs_7
-async def test_rights_of_the_previous_release_still_work_for_devices(
-    module_redis: Guarded,
-) -> None:
+async def test_rights_of_the_previous_release_still_work_for_devices(there: Guarded) -> None:
     """Theirs have no RENAME: what takes its place is denied, and is no loss."""
     token, digest, c_1 = "1:x", "digest", KEYS.device(1)
-    async with module_redis.client("admin") as admin, module_redis.client("updater") as updater:
+    async with there.client("admin") as admin, there.client("updater") as updater:
         await admin.call("HSET", KEYS.tokens, "updater", token)
         await admin.call("HSET", c_1, "0", "before")
         await admin.call("HSET", KEYS.staged(1, digest), "0", "behind", "size", 6)
@@ -275,12 +266,12 @@ async def test_rights_of_the_previous_release_still_work_for_devices(
 
 
 @needs_7
-async def test_trainer_may_read_whether_its_list_is_on_the_register(module_redis: Guarded) -> None:
+async def test_trainer_may_read_whether_its_list_is_on_the_register(there: Guarded) -> None:
     """And with that sends heartbeats; of another site's trainers it learns nothing."""
     async with (
-        module_redis.client("admin") as admin,
-        module_redis.client("coordinator") as coordinator,
-        module_redis.client("trainer") as trainer,
+        there.client("admin") as admin,
+        there.client("coordinator") as coordinator,
+        there.client("trainer") as trainer,
     ):
         hand = Hand(coordinator, KEYS, EveryRole(coordinator, KEYS, "coordinator-1"))
         before = set(await admin.call("KEYS", KEYS.prefix + "*"))
@@ -302,14 +293,12 @@ async def test_trainer_may_read_whether_its_list_is_on_the_register(module_redis
 
 
 @needs_7
-async def test_probe_may_only_ping(
-    module_redis: Guarded,
-) -> None:
-    async with module_redis.client("health") as client:  # any password will do
+async def test_probe_may_only_ping(there: Guarded) -> None:
+    async with there.client("health") as client:  # any password will do
         assert await client.call("PING") == b"PONG"
         with pytest.raises(BrokerError, match="refuses"):
             await client.call("GET", KEYS.run)
-    nobody = Client(RedisSettings(url=f"redis://127.0.0.1:{module_redis.port}/0"))
+    nobody = Client(RedisSettings(url=f"redis://127.0.0.1:{there.port}/0"))
     with pytest.raises(BrokerError, match="refuses: Authentication required"):
         await nobody.call("PING")
     await nobody.close()
@@ -427,7 +416,25 @@ def test_ambiguous_site_is_named(sites: list[str], said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `fedstream acl` in this process: exit code, stdout and stderr."""
+
+    def run(*arguments: object, **environ: str) -> tuple[int, str, str]:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(["acl", *map(str, arguments)])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_passwords_may_be_files_of_one_or_two_lines(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """As Secrets are mounted: files in a folder, or in one below it."""
     config, folder, out = tmp_path / "run.toml", tmp_path / "passwords", tmp_path / "users.acl"
     config.write_text('[coordinator]\nsites = ["pool", "north"]\n')
@@ -435,25 +442,13 @@ def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
     for role in rights.ROLES:
         (folder / role).write_text(f"of-{role}")
     (folder / "trainer").write_text("new\r\nold\n")
-    asked = [
-        sys.executable,
-        "-m",
-        "fedstream",
-        "acl",
-        "--config",
-        str(config),
-        "--out",
-        str(out),
-        "--passwords",
-        str(folder),
-        "--reload",
-        str(tmp_path / "reload"),
-    ]
-    done = subprocess.run(asked, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"{folder / 'trainer-north'}: not there, or empty" in done.stderr
+    reload = tmp_path / "reload"
+    asked = ("--config", config, "--out", out, "--passwords", folder, "--reload", reload)
+    code, _, error = command(*asked)
+    assert code == 2
+    assert f"{folder / 'trainer-north'}: not there, or empty" in error
     (folder / "site" / "trainer-north").write_text("of-north")
-    subprocess.run(asked, check=True)
+    assert command(*asked)[0] == 0
     users = {line.split()[1]: line.split() for line in out.read_text().splitlines()}
 
     def hashes(*passwords: str) -> list[str]:
@@ -461,47 +456,51 @@ def test_passwords_may_be_files_of_one_or_two_lines(tmp_path: Path) -> None:
 
     assert users["trainer"][3:5] == hashes("new", "old")
     assert users["trainer-north"][3:4] == hashes("of-north")
-    made = (tmp_path / "reload").read_text()
+    made = reload.read_text()
     assert len(made) == 64
     assert users["reload"][3:] == [*hashes(made), "resetkeys", "-@all", "+acl|load", "+config|set"]
 
 
-def test_acl_defaults_to_the_configured_sites(tmp_path: Path) -> None:
+def test_acl_defaults_to_the_configured_sites(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[coordinator]\nsites = ["pool", "north:0-4", "south"]\n')
-    asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
     environ = PASSWORDS | OF_SITES
-    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
-    assert [line.split()[1] for line in done.stdout.splitlines()][-3:-1] == [
-        "trainer-north",
-        "trainer-south",
-    ]
-    asked += ["--site", "north"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
-    assert "trainer-south" not in done.stdout
+    _, lines, _ = command("--config", config, **environ)
+    users = [line.split()[1] for line in lines.splitlines()]
+    assert users[-3:-1] == ["trainer-north", "trainer-south"]
+    _, lines, _ = command("--config", config, "--site", "north", **environ)
+    assert "trainer-south" not in lines
 
 
-def test_acl_is_for_database_0_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("out", "environ", "says"),
+    [
+        ("users.acl", {}, "not set in the environment"),
+        ("no/users.acl", PASSWORDS, "No such file or directory"),
+        ("file/users.acl", PASSWORDS, "Not a directory"),
+    ],
+)
+def test_acl_error_exits_with_2_and_one_line(
+    command: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    out: str,
+    environ: dict[str, str],
+    says: str,
+) -> None:
+    (tmp_path / "file").touch()
+    code, _, error = command("--run", RUN, "--out", tmp_path / out, **environ)
+    assert (code, len(error.splitlines())) == (2, 1)
+    assert says in error
+
+
+def test_acl_is_for_database_0_alone(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Users have the same rights in every database, and begin in 0."""
     config = tmp_path / "run.toml"
     config.write_text('[redis]\nurl = "redis://127.0.0.1:6379/1"\n')
-    asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, env=PASSWORDS)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert "must be in database 0" in done.stderr
-
-
-def test_acl_error_exits_with_2_and_one_line(tmp_path: Path) -> None:
-    asked = [sys.executable, "-m", "fedstream", "acl", "--run", RUN]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, env={})
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    nowhere = [*asked, "--out", str(tmp_path / "no" / "users.acl")]
-    done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "No such file or directory" in done.stderr
-    (tmp_path / "file").touch()
-    nowhere = [*asked, "--out", str(tmp_path / "file" / "users.acl")]
-    done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "Not a directory" in done.stderr
+    code, lines, error = command("--config", config, **PASSWORDS)
+    assert (code, lines, len(error.splitlines())) == (2, "", 1)
+    assert "must be in database 0" in error

@@ -16,8 +16,7 @@ import pytest
 from fedstream.broker import rights, scripts
 from fedstream.broker.cleanup import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.client import Client
-from fedstream.broker.commands import Command
-from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
@@ -36,7 +35,7 @@ from fedstream.core.messages import (
 from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.updater.intake import Intake
 from fedstream.updater.state import Ends
-from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
+from tests.broker.guarded import KEYS, Guarded, is_denied, needs_7
 from tests.broker.pipeline import finished, pipeline
 from tests.support import SIZE_LIMIT, EveryRole, Hand, wait_until
 
@@ -44,12 +43,6 @@ pytestmark = [pytest.mark.process, needs_7]
 
 NORTH, SOUTH = "trainer-north", "trainer-south"
 OWN, THEIRS = KEYS.inbox("north"), KEYS.inbox("south")
-
-
-@pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with guarded(tmp_path_factory.mktemp("sites")) as server:
-        yield server
 
 
 @pytest.fixture
@@ -131,41 +124,6 @@ async def test_error_feedback_needs_nothing_that_redis_denies(
         await EveryRole(admin, KEYS, "test").purge()
     assert denied == []
     assert kept == {"pool/unsent"}
-
-
-async def test_the_pool_trains_beside_a_site(tmp_path: Path, there: Guarded) -> None:
-    """A real trainer of the pool for the devices that nobody owns, one of the site for its own."""
-    sets = ("run.versions=100000", 'coordinator.sites=["pool", "north:0-1"]')
-    async with there.client("admin") as admin:
-        await admin.call("ACL", "LOG", "RESET")
-        ledger = EveryRole(admin, KEYS, "test")
-        after = "-"
-
-        async def served(devices: set[int]) -> bool:
-            """Whether each of these has a part in the versions since."""
-            rows = await admin.call("XRANGE", KEYS.models, after, "+")
-            made = [one for _, fields in rows for one in Version.decode(fields[1]).updates]
-            return {one.device for one in made} >= devices
-
-        async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
-            about = ("trainer.site=north", "trainer.owns=[0, 1]")
-            await services.start("trainer", "edge", *about, user="trainer-north")
-            await wait_until(lambda: served({0, 1}))
-            await services.start("trainer", "trainer-1")
-            await wait_until(lambda: served(set(range(6))))
-            await services.stop("trainer-1")
-
-            async def only_owned_are_open() -> bool:
-                view = await ledger.look()
-                asked = {trigger.device for trigger in view.open}
-                return not view.pool and bool(asked) and asked <= {0, 1}
-
-            await wait_until(only_owned_are_open)
-            [(after, _)] = await admin.call("XREVRANGE", KEYS.models, "+", "-", "COUNT", 1)
-            await wait_until(lambda: served({0, 1}))
-        denied = await admin.call("ACL", "LOG")
-        await ledger.purge()
-    assert denied == []
 
 
 # what Redis itself denies
@@ -290,14 +248,6 @@ FORBIDDEN: list[tuple[str | int, ...]] = [
     ("ACL", "LIST"),
     ("SLOWLOG", "GET"),
 ]
-
-
-async def is_denied(client: Client, command: Command) -> bool:
-    try:
-        await client.pipeline([command])
-    except BrokerError as error:
-        return "refuses: " in str(error)
-    return False
 
 
 async def test_redis_denies_a_site_what_belongs_to_others(there: Guarded) -> None:
@@ -486,9 +436,7 @@ async def test_untrusted_devices_staleness_counts_from_the_task(hand: Hand) -> N
     assert Upload.decode(queued.encode()) == queued
 
 
-async def test_handing_out_preserves_the_largest_numbers(
-    hand: Hand,
-) -> None:
+async def test_handing_out_preserves_the_largest_numbers(hand: Hand) -> None:
     """Lua would round them."""
     [trigger] = await hand.open(device=4, seed=2**63 - 1, deadline=1e9 + 0.1, why="x" * 70_000)
     [opened] = (await hand.ledger.look()).open
@@ -615,14 +563,6 @@ async def test_site_with_many_names_does_not_flood_the_register(hand: Hand) -> N
     assert await hand.announce("t0", 5, site="north", most=2) == ["heard"]  # who is there stays
 
 
-async def test_a_device_stays_with_its_site_while_its_owner_lives(hand: Hand) -> None:
-    await hand.announce("thief", 4, 9, site="north")
-    assert await hand.ledger.owners() == {3: "north/edge", 4: "south/edge", 9: "north/thief"}
-    await hand.ledger.leave(b"south/edge")
-    await hand.announce("thief", 4, 9, site="north")
-    assert (await hand.ledger.owners())[4] == "north/thief"
-
-
 async def test_site_gets_only_devices_it_may_own(hand: Hand) -> None:
     await hand.outbox.announce("t")  # of the pool
     outbox = Outbox(hand.client, KEYS, "north")
@@ -633,12 +573,6 @@ async def test_site_gets_only_devices_it_may_own(hand: Hand) -> None:
     assert {device for device, who in (await hand.ledger.owners()).items() if "new" in who} == {9}
     told = [event.text for event in await hand.events("trainer") if event.device == 8]
     assert told == ["north/new does not get device 8: site north may not own it"]
-
-
-def test_key_names_distinguish_sites() -> None:
-    keys = Keys("a")
-    assert keys.tasks_of("edge") == "fedstream:{a}:tasks:pool/edge"
-    assert keys.tasks_of("north/edge") == "fedstream:{a}:tasks:north/edge"
 
 
 # what a site leaves behind
@@ -731,7 +665,7 @@ def test_no_role_leaves_its_runs_database() -> None:
             assert not allowed & {"copy", "restore", "eval", "script|load"}, role
 
 
-@pytest.mark.parametrize("user", ["trainer", NORTH, "gateway", "gateway-clinics", "coordinator"])
+@pytest.mark.parametrize("user", [NORTH, "gateway", "coordinator"])
 async def test_redis_keeps_users_in_one_database(user: str, there: Guarded) -> None:
     site = user.partition("-")[2] or user
     own = KEYS.update(f"{site}/x") if user != "coordinator" else KEYS.triggers

@@ -55,20 +55,6 @@ async def test_group_shares_entries_with_their_times(
     assert await ann.read(block_ms=0) == []
 
 
-async def test_ensuring_a_group_twice_loses_nothing(client: Client, ann: Group) -> None:
-    await add(client, ann.stream, "x")
-    await ann.ensure()
-    assert data(await ann.read()) == [b"x"]
-
-
-async def test_entries_before_the_group_are_read_too(
-    client: Client, keys: Keys, bob: Group
-) -> None:
-    await add(client, keys.tasks, "early")
-    await bob.ensure()
-    assert data(await bob.read()) == [b"early"]
-
-
 async def test_group_lost_by_redis_is_recreated(client: Client, ann: Group) -> None:
     await client.call("FLUSHALL")
     assert await ann.read(block_ms=0) == []
@@ -203,16 +189,6 @@ async def test_consumer_hands_back_what_it_does_not_know_of(
     assert not await ann.release_others(kept)
     await client.call("FLUSHALL")
     assert not await ann.release_others(kept)
-
-
-async def test_failed_delivery_does_not_count_towards_poison(client: Client, ann: Group) -> None:
-    await add(client, ann.stream, "x")
-    await ann.read()
-    for _ in range(2):
-        taken, poison = await ann.claim(idle_ms=0, most=1, own=True, quiet=True)
-        assert (data(taken), poison) == ([b"x"], [])
-    taken, poison = await ann.claim(idle_ms=0, most=1, own=True)
-    assert (taken, [entry.data for entry, _ in poison]) == ([], [b"x"])
 
 
 async def test_poison_is_reported_with_its_deliveries_and_not_claimed(

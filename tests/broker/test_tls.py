@@ -202,11 +202,6 @@ async def test_certificate_for_another_address_is_not_trusted(misplaced: Guarded
         await answer(misplaced.settings())
 
 
-async def test_redis_with_tls_refuses_plain_connections(guarded: Guarded) -> None:
-    with pytest.raises(Unavailable):
-        await answer(RedisSettings(url=f"redis://127.0.0.1:{guarded.port}/0"))
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

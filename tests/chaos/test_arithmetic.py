@@ -1,4 +1,4 @@
-"""Two ways to the same bits: the suite's formulas and the updater's rules."""
+"""Two ways to the same bits: arithmetic and decoding of the suite, and those of the project."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgpack
 import numpy as np
 import pytest
 
+from fedstream.core.formats import format_of
 from fedstream.core.layout import Layout, Model
-from fedstream.core.messages import Upload
 from fedstream.journal.progress import Progress, close_round, take
 from fedstream.strategies import (
     AfaCdSettings,
@@ -19,15 +19,12 @@ from fedstream.strategies import (
     State,
     Strategy,
 )
-from fedstream.strategies.staleness import (
-    Exponential,
-    Hinge,
-    InverseSqrtAlpha,
-    Linear,
-    StepAlpha,
-)
+from fedstream.strategies.staleness import Exponential, Hinge, InverseSqrtAlpha, Linear, StepAlpha
 from tests.chaos.arithmetic import Course, Shape
+from tests.chaos.faults import FORMATS
+from tests.chaos.formats import decoded, fits
 from tests.support import layout_of
+from tests.updater.states import upload_of
 
 RULES: tuple[Strategy, ...] = (
     FedAsyncSettings(),
@@ -67,16 +64,10 @@ def test_arithmetic_matches_the_updater(rule: Strategy, early: int | None) -> No
         update = Model(shape)
         update.floats[:] = rng.standard_normal(shape.floats)
         late = 0 if isinstance(rule, FedAvgSettings) else int(rng.integers(0, 4))
-        upload = Upload(
-            task=f"t{number}",
-            attempt="a",
+        upload = upload_of(
+            f"t{number}",
             device=int(rng.integers(0, 4)),
-            trainer="t",
             tau=max(0, course.version - late),
-            base="b",
-            layout="l",
-            digest="d",
-            size=0,
             samples=int(rng.integers(1, 9)),
             steps=int(rng.integers(1, 4)),
             lr=0.3,
@@ -97,3 +88,35 @@ def test_arithmetic_matches_the_updater(rule: Strategy, early: int | None) -> No
     for device, vector in course.last.items():
         assert vectors is not None
         assert vector.tobytes() == vectors[device].tobytes()
+
+
+# wire formats
+
+
+LAYOUT = layout_of(1001, buffers=5).with_controls()
+SHAPE = Shape.of(msgpack.unpackb(LAYOUT.encode()))
+ALL = sorted(
+    {name for pairs in FORMATS.values() for pair in pairs for name in pair}
+    | {"f32", "bf16", "f32+zstd"}
+)
+
+
+def drawn() -> Model:
+    model = Model(LAYOUT)
+    model.floats[:] = np.random.default_rng(0).standard_normal(LAYOUT.floats)
+    return model
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_decoding_matches_the_updaters(name: str) -> None:
+    model, into = drawn(), Model(LAYOUT)
+    sent = format_of(name).encoded(model)
+    format_of(name).decode(sent, into)
+    got = decoded(name, sent.tobytes(), SHAPE)
+    assert got.tobytes() == into.floats.tobytes()
+    assert fits(name, got, model.floats, SHAPE, at_random=False)
+    random = decoded(name, format_of(name).encoded(model, seed=1).tobytes(), SHAPE)
+    assert fits(name, random, model.floats, SHAPE, at_random=True)
+    assert fits(name, random, model.floats, SHAPE, at_random=False) == (
+        name.startswith(("f32", "topk"))
+    )

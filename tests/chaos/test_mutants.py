@@ -20,10 +20,3 @@ def test_a_mutant_is_another_program(mutant: Mutant, tmp_path: Path) -> None:
     assert path.read_text() != before
     if path.suffix == ".py":
         compile(path.read_text(), path, "exec")
-
-
-def test_mutation_of_missing_code_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a a")
-    for before in ("a", "b"):
-        with pytest.raises(ValueError, match="not exactly one"):
-            Mutant("m", "file", before, "c", ()).plant(tmp_path)

@@ -7,13 +7,7 @@ import re
 
 import pytest
 
-from fedstream.core.digest import (
-    DIGEST_PATTERN,
-    DigestAlgorithm,
-    Digester,
-    algorithm_of,
-    digest_of,
-)
+from fedstream.core.digest import DIGEST_PATTERN, DigestAlgorithm, Digester, algorithm_of, digest_of
 from fedstream.core.layout import Payload
 from tests.support import layout_of, model_of
 

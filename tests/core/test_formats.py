@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -59,6 +59,7 @@ def drawn(count: int, seed: int = 3) -> Floats:
 
 @pytest.mark.parametrize("name", ALL)
 @given(values=VECTORS)
+@settings(max_examples=20)
 def test_what_is_not_a_parameter_arrives_as_it_was(name: str, values: Floats) -> None:
     model, how = model_of(values), format_of(name)
     found = through(how, model)
@@ -71,6 +72,7 @@ def test_what_is_not_a_parameter_arrives_as_it_was(name: str, values: Floats) ->
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
 @given(values=VECTORS)
+@settings(max_examples=40)
 def test_no_value_is_off_by_more_than_half_a_step(name: str, values: Floats) -> None:
     found = through(format_of(name), model_of(values)).parameters.astype(np.float64)
     for at in range(0, values.size, BLOCK):
@@ -275,17 +277,6 @@ def test_a_bomb_is_refused_before_it_takes_memory() -> None:
     assert refused("int8+zstd", bomb) == reasons.WIRE_TOO_LONG
     silent = zstandard.ZstdCompressor(write_content_size=False)
     assert refused("int8+zstd", silent.compress(F32.encoded(model).data)) == reasons.WIRE_TOO_LONG
-
-
-@given(at=st.integers(0, 2000), flip=st.integers(1, 255))
-def test_a_damaged_frame_is_refused_or_decodes_to_a_whole_model(at: int, flip: int) -> None:
-    data = format_of("int8+zstd").encoded(model_of(drawn(1000))).copy()
-    data[at % data.size] ^= flip
-    found = Model(layout_of(1000))
-    try:
-        format_of("int8+zstd").decode(data, found)
-    except Undecodable as error:
-        assert error.reason in reasons.REFUSED  # noqa: PT017  (or it is decoded)
 
 
 def test_frames_with_something_behind_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from mmap import mmap
 
@@ -176,9 +175,3 @@ def test_junk_is_a_mismatch_or_a_layout_that_round_trips(junk: bytes) -> None:
         layout = Layout.decode(junk)
         assert layout.nbytes >= 0
         assert Layout.decode(layout.encode()) == layout
-
-
-def test_empty_model_has_no_bytes() -> None:
-    empty = Model(Layout(()))
-    assert (empty.buffer.size, empty.floats.size, math.prod(empty.integers.shape)) == (0, 0, 0)
-    assert empty.tensors() == {}

@@ -8,7 +8,6 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
-from fedstream.core.messages import Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.strategies import (
     Batch,
@@ -22,6 +21,7 @@ from fedstream.strategies import (
 )
 from fedstream.updater.refusals import by_content
 from tests.support import layout_of, model_of
+from tests.updater.states import upload_of
 
 LAYOUT = layout_of(2)
 
@@ -63,21 +63,7 @@ class Vast(Mixing):
         return 1e300
 
 
-UPLOAD = Upload(
-    task="t",
-    attempt="1",
-    device=0,
-    trainer="a",
-    tau=0,
-    base="0",
-    digest="1",
-    size=1,
-    samples=2**53,
-    steps=1,
-    lr=0.1,
-    layout=LAYOUT.signature,
-    sends="delta",
-)
+UPLOAD = upload_of("t", tau=0, samples=2**53, layout=LAYOUT.signature, sends="delta")
 BEFORE = Progress(State(0, model_of(LAYOUT, 1.0, 1.0)))
 
 

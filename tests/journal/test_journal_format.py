@@ -96,17 +96,6 @@ def everyone_says(folder: Path, damage: str) -> None:
     assert "\n" not in str(said.value)
 
 
-def test_each_record_follows_the_one_before_it(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    records = found(path)
-    with Segment(path) as segment:
-        chain = segment.beginning.chain
-    for record in records:
-        assert record.follows == chain
-        chain = record.chain
-    assert len({record.chain for record in records}) == len(records)
-
-
 def test_swapped_records_are_detected(tmp_path: Path) -> None:
     path = written(tmp_path)
     *_, one, other = found(path)  # nothing behind them says that they were on disk
@@ -271,9 +260,7 @@ def test_journal_is_private_whatever_the_umask(tmp_path: Path) -> None:
     }
 
 
-def test_claimed_number_of_devices_allocates_nothing(
-    tmp_path: Path,
-) -> None:
+def test_claimed_number_of_devices_allocates_nothing(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path, AfaCsSettings(buffer_size=2), devices=2**31 - 1)
     for n in range(4):
         scribe.update(device=5 * 10**8 * n)
@@ -325,15 +312,10 @@ def test_unusable_update_is_reported(tmp_path: Path, about: dict[str, Any], said
     [
         {"staleness": -1},
         {"weight": -0.5},
-        {"weight": math.inf},
         {"weight": math.nan},
-        {"time": math.inf},
         {"time": -1.0},
-        {"time": 1e300},
         {"received": math.nan},
-        {"version": -1},
         {"outcome": "eaten"},
-        {"counts": {"applied": -1}},
         {"digest": ""},
     ],
     ids=str,

@@ -49,19 +49,6 @@ def test_the_same_rule_gives_the_same_bits(folder: Path) -> None:
         assert digests(folder / str(n), strategy=rule, beside=True) == scribe.digests
 
 
-def test_devices_can_be_left_out(folder: Path) -> None:
-    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
-    begin = scribe.progress.state.model.floats.copy()
-    for device in (1, 2, 1):
-        scribe.update(device)
-    scribe.close()
-    assert values(folder, without=frozenset({1}))[0] == begin.tolist()
-    with Replayer(folder, without=frozenset({1})) as replayer:
-        moments = list(replayer)
-    assert [moment.version for moment in moments] == [0, 1, 1]
-    assert [moment.step.decision is None for moment in moments] == [True, False, True]
-
-
 def test_a_round_without_a_device_is_the_mean_of_the_others(folder: Path) -> None:
     scribe = Scribe(folder, FedAvgSettings(clients_per_round=3))
     for device in (1, 2, 3, 4, 1, 2):
@@ -86,20 +73,6 @@ def test_both_rules_can_be_replayed_together(folder: Path) -> None:
         assert last.original
         assert last.original.state.model.digest() == scribe.digests[9]
         assert last.model.digest() != scribe.digests[9]
-
-
-def test_other_rule_starts_at_the_given_version(folder: Path) -> None:
-    scribe = fedasync(folder)
-    rule = FedAsyncSettings(alpha=0.1)
-    with Replayer(folder, strategy=rule, from_version=6) as replayer:
-        first = next(iter(replayer))
-        assert first.step.decision
-        assert first.message.version == 7
-        model = first.model.floats.copy()
-    (folder / "00000001-000000.journal").unlink()  # another checkpoint, the same outcome
-    with Replayer(folder, strategy=rule, from_version=6) as replayer:
-        assert next(iter(replayer)).model.floats.tolist() == model.tolist()
-    assert scribe.digests[7] != ""
 
 
 def test_override_continues_across_segments(folder: Path) -> None:
@@ -128,21 +101,6 @@ def test_override_starts_with_a_whole_round(folder: Path) -> None:
         assert cut == values(folder / "whole", strategy=rule, from_version=begin)
 
 
-def test_rule_may_be_derived_from_each_segments_own(folder: Path) -> None:
-    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
-    scribe.update()
-    scribe.segment(FedAsyncSettings(alpha=0.1))
-    scribe.update()
-    scribe.close()
-
-    def halved(recorded: Any) -> FedAsyncSettings:
-        return FedAsyncSettings(alpha=recorded["alpha"] / 2)
-
-    with Replayer(folder, strategy=halved) as replayer:
-        weights = [moment.step.decision and moment.step.decision.weight for moment in replayer]
-    assert weights == [0.25, 0.05]
-
-
 def test_unknown_rule_is_an_error(folder: Path) -> None:
     scribe = Scribe(folder)
     scribe.head = scribe.head.model_copy(update={"strategy": {"name": "magic"}})
@@ -156,3 +114,18 @@ def test_unknown_rule_is_an_error(folder: Path) -> None:
         JournalDamaged, match=rf"^{path}: strategy.name = 'magic': must be one of fedasync"
     ):
         digests(folder)
+
+
+def test_rule_may_be_derived_from_each_segments_own(folder: Path) -> None:
+    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
+    scribe.update()
+    scribe.segment(FedAsyncSettings(alpha=0.1))
+    scribe.update()
+    scribe.close()
+
+    def halved(recorded: Any) -> FedAsyncSettings:
+        return FedAsyncSettings(alpha=recorded["alpha"] / 2)
+
+    with Replayer(folder, strategy=halved) as replayer:
+        weights = [moment.step.decision and moment.step.decision.weight for moment in replayer]
+    assert weights == [0.25, 0.05]

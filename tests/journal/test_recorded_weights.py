@@ -89,15 +89,6 @@ def test_verify_warns_about_differing_weights(
     )
 
 
-def test_same_machine_gives_no_warning(
-    written: Callable[..., dict[int, str]], tmp_path: Path
-) -> None:
-    written(RULES[0], float)
-    [found] = verify(segments(tmp_path))
-    assert found.reweighed == 0
-    assert "warning" not in verdict(found)
-
-
 @pytest.mark.parametrize("rule", RULES, ids=["exponential", "polynomial", "fedbuff"])
 def test_implausible_weight_is_an_error(
     rule: Strategy, written: Callable[..., dict[int, str]], tmp_path: Path
@@ -109,3 +100,12 @@ def test_implausible_weight_is_an_error(
     [segment] = segments(tmp_path)
     with pytest.raises(Diverged, match="the journal says weight"):
         recovered(segment)
+
+
+def test_same_machine_gives_no_warning(
+    written: Callable[..., dict[int, str]], tmp_path: Path
+) -> None:
+    written(RULES[0], float)
+    [found] = verify(segments(tmp_path))
+    assert found.reweighed == 0
+    assert "warning" not in verdict(found)

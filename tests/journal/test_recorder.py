@@ -17,16 +17,7 @@ import pytest
 
 from fedstream.core.errors import Fenced
 from fedstream.core.layout import PAGE, Model
-from fedstream.core.messages import Upload
-from fedstream.journal import (
-    Claim,
-    JournalError,
-    JournalFull,
-    JournalSettings,
-    Segment,
-    SegmentHead,
-    Taken,
-)
+from fedstream.journal import Claim, JournalError, JournalFull, JournalSettings, Segment, Taken
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import standing_of
 from fedstream.journal.recorder import Recorder
@@ -34,6 +25,7 @@ from fedstream.strategies import FedAsyncSettings, State
 from tests.journals import Scribe
 from tests.support import layout_of, model_of, wait_until
 from tests.updater.journalled import records
+from tests.updater.states import head_of, upload_of
 
 FIRST = "00000001-000000.journal"
 LAYOUT = layout_of(PAGE)  # a payload of four pages
@@ -42,19 +34,12 @@ LAYOUT = layout_of(PAGE)  # a payload of four pages
 def taken(n: int) -> tuple[Taken, tuple[Model, ...]]:
     """The n-th record, and its payload."""
     model = model_of(LAYOUT, float(n))
-    upload = Upload(
-        task=f"task-{n}",
-        attempt="a",
+    upload = upload_of(
+        f"task-{n}",
         device=n,
-        trainer="t",
-        tau=0,
-        base="b",
         layout=LAYOUT.signature,
         digest=model.digest(),
         size=LAYOUT.nbytes,
-        samples=1,
-        steps=1,
-        lr=0.1,
     )
     record = Taken(
         entry=f"{n}-0",
@@ -74,21 +59,7 @@ async def recording(folder: Path, **settings: Any) -> AsyncIterator[Recorder]:
     recorder = Recorder(JournalSettings(dir=str(folder), **settings))
     await recorder.claim(1)
     model = model_of(LAYOUT)
-    head = SegmentHead(
-        epoch=1,
-        number=0,
-        lineage="line",
-        run="demo",
-        task="digits",
-        devices=10,
-        versions=100,
-        seed=0,
-        created=1.0,
-        strategy=FedAsyncSettings().model_dump(mode="json"),
-        layout=LAYOUT.encode(),
-        release="tests",
-        time=1.0,
-    )
+    head = head_of(LAYOUT, FedAsyncSettings())
     standing, models = standing_of(
         Progress(State(0, model)), "begun", digest=model.digest(), time=1.0
     )

@@ -85,7 +85,7 @@ def test_every_record_is_a_moment_of_the_replay(folder: Path) -> None:
     assert str(moments[5].place).startswith("00000002-000000.journal at byte ")
 
 
-@pytest.mark.parametrize("pages", [1, 2, 3, 7])
+@pytest.mark.parametrize("pages", [1, 3])
 def test_records_may_span_read_chunks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
@@ -105,14 +105,6 @@ def test_records_may_span_read_chunks(
     assert digests(folder) == scribe.digests
 
 
-def test_update_can_be_inspected(folder: Path) -> None:
-    fedasync(folder)
-    with Replayer(folder) as replayer:
-        for moment in replayer:
-            assert isinstance(moment.message, Taken)
-            assert moment.update().digest() == moment.message.upload.digest
-
-
 def test_replay_can_be_abandoned_and_restarted(folder: Path) -> None:
     fedasync(folder, layout=LARGE)
     with Replayer(folder) as replayer:
@@ -121,7 +113,7 @@ def test_replay_can_be_abandoned_and_restarted(folder: Path) -> None:
         assert [thread.name for thread in threading.enumerate()].count("read ahead") == 0
 
 
-@pytest.mark.parametrize("begin", range(10))
+@pytest.mark.parametrize("begin", [0, 3, 4, 7])
 def test_replay_starts_and_ends_at_any_version(folder: Path, begin: int) -> None:
     scribe = fedasync(folder)
     for end in range(begin, 10):
@@ -139,17 +131,6 @@ def test_replay_starts_at_the_nearest_checkpoint(folder: Path) -> None:
     with pytest.raises(JournalError, match="version 3 is no longer kept; the oldest is 4"):
         Replayer(folder, from_version=3)
     assert scribe.version == 9
-
-
-def test_each_segment_has_its_own_parameters(folder: Path) -> None:
-    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
-    scribe.update()
-    scribe.segment(FedAsyncSettings(alpha=0.1), epoch=2)
-    scribe.update()
-    scribe.close()
-    with Replayer(folder) as replayer:
-        weights = [moment.step.decision and moment.step.decision.weight for moment in replayer]
-    assert weights == [0.5, 0.1]
 
 
 def test_fenced_writers_records_are_ignored(folder: Path) -> None:
@@ -190,7 +171,7 @@ def _damage(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
-@pytest.mark.parametrize("left", [1, 31, 100, PAGE, PAGE + 3, -5])
+@pytest.mark.parametrize("left", [1, PAGE, PAGE + 3, -5])
 def test_torn_tail_ends_the_replay(folder: Path, layout: Any, left: int) -> None:
     scribe = Scribe(folder, layout=layout)
     scribe.update()
@@ -394,11 +375,6 @@ def test_missing_versions_and_devices_are_named(folder: Path, options: Any, said
         Replayer(folder, **options)
 
 
-def test_no_journal(folder: Path) -> None:
-    with pytest.raises(JournalError, match="there is no journal"):
-        Replayer(folder)
-
-
 def test_replay_writes_nothing(folder: Path) -> None:
     fedasync(folder)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
@@ -464,7 +440,7 @@ def test_any_sequence_of_records_replays_to_the_same_bits(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("threads", ["1", "7"])
+@pytest.mark.parametrize("threads", ["7"])
 def test_bits_do_not_depend_on_threads_or_load(folder: Path, threads: str) -> None:
     """A process of its own, because libraries read these variables when they are loaded."""
     scribe = Scribe(folder, FedAvgSettings(clients_per_round=3), layout=layout_of(200_001, 3, 1))
@@ -519,3 +495,19 @@ def test_quarantine_changes_no_replay(folder: Path) -> None:
     with Replayer(folder, without=frozenset({1})) as replayer:
         assert replayer.influenced == 2
         assert [type(moment.message).__name__ for moment in replayer].count("QuarantineSet") == 1
+
+
+def test_no_journal(folder: Path) -> None:
+    with pytest.raises(JournalError, match="there is no journal"):
+        Replayer(folder)
+
+
+def test_each_segment_has_its_own_parameters(folder: Path) -> None:
+    scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
+    scribe.update()
+    scribe.segment(FedAsyncSettings(alpha=0.1), epoch=2)
+    scribe.update()
+    scribe.close()
+    with Replayer(folder) as replayer:
+        weights = [moment.step.decision and moment.step.decision.weight for moment in replayer]
+    assert weights == [0.5, 0.1]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstream.core.layout import Floats, Model
+from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
 from fedstream.journal import Taken
 from fedstream.journal.base_models import BaseModels
-from fedstream.journal.replay import Moment, Replayer
+from fedstream.journal.replay import Replayer
 from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
@@ -27,6 +27,7 @@ from fedstream.strategies import (
 from fedstream.strategies.staleness import Constant, Hinge, Polynomial
 from tests.journals import LAYOUT, Scribe
 from tests.support import layout_of
+from tests.updater.states import upload_of
 
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
 
@@ -232,20 +233,7 @@ def test_recorded_rounds_end_the_other_rules_batches(folder: Path) -> None:
 
 def upload(tau: int, base: str) -> Upload:
     """An update trained from this version."""
-    return Upload(
-        task="t",
-        attempt="a",
-        device=0,
-        trainer="t",
-        tau=tau,
-        base=base,
-        layout="l",
-        digest="d",
-        size=16,
-        samples=1,
-        steps=1,
-        lr=0.1,
-    )
+    return upload_of("t", tau=tau, base=base)
 
 
 def number(value: float) -> Model:
@@ -275,18 +263,3 @@ def test_a_base_is_kept_for_as_long_as_it_is_needed(in_memory: int) -> None:
         assert zero is not None
         assert zero.floats.tolist() == [0.0] * LAYOUT.floats
     assert bases.of(upload(0, "v0")) is None
-
-
-def test_bases_are_there_for_the_recorded_rule_too(folder: Path) -> None:
-    four_models(folder)
-
-    def moved(moment: Moment) -> Floats:
-        assert moment.base is not None
-        return moment.update().floats - moment.base.floats
-
-    with Replayer(folder, bases=True) as replayer:
-        assert [moved(moment)[0] for moment in replayer] == [4, 6, 6, -4]
-    with Replayer(folder, bases=True, from_version=2) as replayer:
-        assert [moved(moment)[0] for moment in replayer] == [6, -4]
-    with Replayer(folder) as replayer:
-        assert [moment.base for moment in replayer] == [None] * 4

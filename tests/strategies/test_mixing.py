@@ -54,22 +54,6 @@ def test_result_may_overwrite_either_input(size: int, weight: float, seed: int) 
     assert over_x.integers.tolist() == over_new.integers.tolist() == [3, 4]
 
 
-def test_inputs_are_unchanged() -> None:
-    x, new = pair(10, 1)
-    before = x.digest(), new.digest()
-    mix(x, new, 0.3, into=Model(x.layout))
-    assert (x.digest(), new.digest()) == before
-
-
-@given(st.floats(0, 1), st.integers(0, 100))
-def test_mixing_is_the_papers_convex_combination(weight: float, seed: int) -> None:
-    x, new = pair(100, seed)
-    into = Model(x.layout)
-    mix(x, new, weight, into=into)
-    wide = (1 - weight) * x.floats.astype(np.float64) + weight * new.floats.astype(np.float64)
-    assert into.floats == pytest.approx(wide, rel=1e-5, abs=1e-4)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, -1])
 def test_any_non_finite_element_makes_the_norm_non_finite(bad: float, where: int) -> None:

@@ -18,7 +18,7 @@ from fedstream.core.messages import Upload
 from fedstream.core.records import Commit
 from fedstream.trainer.devices import DeviceSettings, OnOff
 from fedstream.trainer.service import Trainer
-from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings
+from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from fedstream.trainer.workspace import Workspace
@@ -71,6 +71,21 @@ class Steps(Task):
     def held(self) -> bool:
         """Whether it is in the middle of that step."""
         return self.steps == self.hold
+
+
+def work_of(solver: SolverSettings, **more: Any) -> Work:
+    """One step of device 3, unless ``more`` asks for another piece of work."""
+    asked: dict[str, Any] = {
+        "device": 3,
+        "task": "t",
+        "version": 0,
+        "seed": 5,
+        "steps": 1,
+        "epochs": None,
+        "solver": solver,
+        "cancelled": lambda: False,
+    }
+    return Work(**asked | more)
 
 
 class Course:

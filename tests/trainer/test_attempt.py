@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
-from fedstream.core.messages import GiveUp, Upload
+from fedstream.core.messages import GiveUp, Presence, Upload, decode
+from fedstream.runtime.backoff import pause
 from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
-from tests.support import Clock, Hand, context, counted, running, wait_until
+from tests.support import Clock, Hand, Proxy, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
 
 
@@ -38,16 +42,6 @@ async def test_stopped_trainer_hands_back_a_dropped_out_devices_task(
         await asyncio.wait_for(asyncio.shield(service), 60)
     assert len(await hand.answered()) == 0
     assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
-
-
-async def test_simulated_device_takes_its_latency(hand: Hand, make: Make) -> None:
-    await hand.create()
-    slow = DeviceSettings(latency=FixedLatency(mean_s=0.3))
-    async with running(make(devices=slow), context()):
-        await hand.open()
-        [upload] = await answers(hand)
-    assert isinstance(upload, Upload)
-    assert upload.seconds >= 0.3
 
 
 async def test_stopped_trainer_answers_without_waiting_for_the_latency(
@@ -122,3 +116,58 @@ async def test_task_is_abandoned_at_its_deadline(
         assert (said.reason, said.trainer) == ("deadline passed", name)
     assert [version for _, version in task.seen] == [0, 0]
     assert await pending(hand) == 0
+
+
+# delivery of the answer
+
+
+async def test_answer_survives_a_lost_connection_without_retraining(
+    hand: Hand, make: Make, task: Adds, redis: RedisSettings
+) -> None:
+    await hand.create()
+    async with Proxy(redis) as proxy:
+        trainer = make(redis=proxy.settings)
+        async with running(trainer, context()):
+            await hand.open()
+            task.gate.clear()
+            await wait_until(lambda: task.seen)
+            proxy.cut_reply_to = lambda data: b"raised" not in data and b"base" in data
+            task.gate.set()
+            await wait_until(lambda: proxy.cut_replies)
+            [upload] = await answers(hand)
+            await hand.open()
+            assert len(await answers(hand, 2)) == 2  # nothing was said twice
+    assert isinstance(upload, Upload)
+    assert len(task.seen) == 2
+
+
+async def test_resent_answer_does_not_rewrite_its_update(
+    hand: Hand, make: Make, redis: RedisSettings, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply was lost: the trainer can't know that it was heard, and the update taken away."""
+    admitted: list[tuple[str, str]] = []
+    async with Proxy(redis) as proxy:
+
+        async def admits(stop: asyncio.Event, seconds: float) -> bool:
+            """Before the trainer tries again, a coordinator hears what it said."""
+            if proxy.cut_replies and not admitted:
+                heard = [(one, decode(one.data, Upload, Presence)) for one in await hand.heard()]
+                [(entry, said)] = [(one, said) for one, said in heard if isinstance(said, Upload)]
+                admitted.append(await hand.ledger.admit(entry, said, size_limit=1 << 20))
+            return await pause(stop, seconds)
+
+        monkeypatch.setattr("fedstream.trainer.leases.pause", admits)
+        await hand.create()
+        async with running(make(redis=proxy.settings), context()):
+            await hand.open()
+            task.gate.clear()
+            await wait_until(lambda: task.seen)
+            proxy.cut_reply_to = lambda data: b"raised" not in data and b"base" in data
+            task.gate.set()
+            await wait_until(lambda: admitted)
+            await hand.open()  # the first answer has been said again when it is at the second
+            await wait_until(lambda: len(task.seen) == 2)
+    assert admitted == [("admitted", "")]
+    [(_, upload)] = await hand.queue()
+    assert isinstance(upload, Upload)
+    assert not await hand.client.call("EXISTS", hand.keys.update(upload.blob))

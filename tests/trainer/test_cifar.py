@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedstream.core.errors import DataError
@@ -23,15 +22,13 @@ from fedstream.trainer.images import (
     fedasync_network,
 )
 from fedstream.trainer.partitions import Classes, Dirichlet, Iid
-from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import TaskSettings, initial
-from fedstream.trainer.vector import layout_of, load
+from fedstream.trainer.task import TaskSettings
+from fedstream.trainer.vector import layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fedstream.core.layout import Model
     from fedstream.trainer.in_memory import Bytes, InMemory
 
 
@@ -108,13 +105,6 @@ def test_networks_have_the_papers_sizes() -> None:
     assert sum(p.numel() for p in afl_network().parameters()) == count == 645_450
 
 
-@pytest.mark.parametrize("network", [fedasync_network, afl_network])
-@pytest.mark.parametrize("training", [True, False])
-def test_networks_accept_bytes(network: Callable[[], nn.Module], *, training: bool) -> None:
-    x = torch.from_numpy(images(7, 0)).view(-1, 3, 32, 32)
-    assert network().train(training)(x).shape == (7, 10)
-
-
 def coordinates(crops: torch.Tensor, crop: Crop) -> torch.Tensor:
     """Undo the scaling, for images that hold in each channel: the row, the column, 10."""
     return (crops * crop.deviation + crop.mean) * 255
@@ -164,22 +154,6 @@ def test_channel_normalisation_matches_cifar() -> None:
     assert list(Crop(24).state_dict()) == []  # nothing of it travels
 
 
-def trained(task: InMemory, start: Model, seed: int) -> torch.Tensor:
-    model = task.model()
-    load(start, model)
-    work = Work(0, "task", 0, seed, 2, None, Sgd(lr=0.01, batch_size=8), lambda: False)
-    task.train(model, task.device_data(0), work)
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_training_depends_only_on_the_seed(root: Path) -> None:
-    task = cifar10_fedasync(TaskSettings(data_root=str(root), devices=2))
-    start = initial(task, seed=0)
-    first, again, other = (trained(task, start, seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_metrics_use_centre_crops_and_are_deterministic(root: Path) -> None:
     task = cifar10_afl(TaskSettings(data_root=str(root)))
     model, data = task.model().train(), task.test_data()
@@ -202,16 +176,10 @@ def test_missing_file_is_named(root: Path) -> None:
 WRONG: list[tuple[object, str]] = [
     ({"data": images(2, 0), "labels": [1]}, "is not a batch of CIFAR-10"),
     ({"data": images(2, 0), "labels": [1, 10]}, "is not a batch of CIFAR-10"),
-    ({"data": images(2, 0), "labels": [1, 1.0]}, "is not a batch of CIFAR-10"),
-    ({"data": images(2, 0)[:, 1:], "labels": [1, 1]}, "is not a batch of CIFAR-10"),
     ({"data": images(0, 0), "labels": []}, "damaged: it asks for __builtin__.bytes"),
-    ({"data": [1], "labels": [1]}, "is not a batch of CIFAR-10"),
-    ({"fine_labels": [1]}, "is not a batch of CIFAR-10"),
     ([], "is not a batch of CIFAR-10"),
     ({"data": np.zeros((1, 3072)), "labels": [1]}, "damaged: it holds values of type 'f8'"),
-    ({"data": np.full((1, 3072), None), "labels": [1]}, "damaged: it holds values of type 'O8'"),
     ({"data": print, "labels": [1]}, r"damaged: it asks for __builtin__.print, which no data set"),
-    ({"data": np.random.default_rng(0)}, r"damaged: it asks for "),
 ]
 
 
@@ -226,12 +194,10 @@ def test_file_with_other_content_is_rejected(root: Path, values: object, words: 
 @pytest.mark.parametrize(
     "damage",
     [
-        b"",
         b"no pickle",
         as_published(images(2, 0), [0, 1])[:-100],
         as_published(images(2, 0), [0, 1]).replace(b"u1", b"u2"),
         b"cnumpy\nndarray\n)R.",  # arrays are made by one function only
-        b"c_codecs\nencode\n(Va\nVrot13\ntR.",
         b"cos\nsystem\n(Vexit 1\ntR.",
     ],
 )

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fedstream.broker import blobs
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats, Model
 from fedstream.core.messages import GiveUp, Upload
@@ -33,6 +32,7 @@ from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Make
+from tests.trainer.stepping import content
 from tests.trainer.test_choices import Small
 
 
@@ -228,9 +228,5 @@ async def test_trainer_sends_compressed_updates(hand: Hand, make: Make) -> None:
     left = {}
     for one in said:
         assert isinstance(one, Upload)
-        update = Model(hand.layout)
-        await blobs.read(
-            hand.client, hand.keys.update(one.blob), update, digest=one.digest, chunks=one.chunks
-        )
-        left[one.device] = np.count_nonzero(update.parameters)
+        left[one.device] = np.count_nonzero((await content(hand, one)).parameters)
     assert left == {0: 8, 1: 1}

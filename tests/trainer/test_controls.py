@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model, vector_of
 from fedstream.trainer.descent import solve
-from fedstream.trainer.solvers import SolverSettings, Work
-from fedstream.trainer.vector import load, read
+from fedstream.trainer.learner import as_sent
+from fedstream.trainer.solvers import NoCompression, SolverSettings, Trained
+from fedstream.trainer.vector import layout_of, load, read
 from tests.support import Hand, context, counted, model_of, running, wait_until
-from tests.trainer.adding import Make
+from tests.trainer.adding import Make, Point
 from tests.trainer.stepping import (
     SCAFFOLD,
     SGD,
@@ -26,6 +28,7 @@ from tests.trainer.stepping import (
     control,
     newer,
     uninterrupted,
+    work_of,
 )
 
 
@@ -70,16 +73,7 @@ async def test_delta_is_the_distance_trained(hand: Hand, make: Make, task: Steps
     found = await content(hand, upload)
     x_tau, x_new, module = model_of(hand.layout, 0.5), Model(hand.layout), task.model()
     load(x_tau, module)
-    work = Work(
-        device=1,
-        task=name,
-        version=1,
-        seed=1,
-        steps=H,
-        epochs=None,
-        solver=SGD,
-        cancelled=lambda: False,
-    )
+    work = work_of(SGD, device=1, task=name, version=1, seed=1, steps=H)
     solve(task, module, task.device_data(1), work)
     read(module, x_new)
     # Nearly: it was trained by another thread, with as many of torch's own as its settings say.
@@ -124,3 +118,35 @@ async def test_solver_that_does_not_fit_the_strategy_ends_the_trainer(
     await begun(hand, task, SCAFFOLD if strategy == "scaffold" else SGD)
     with pytest.raises(ConfigError, match=said):
         await asyncio.wait_for(make("t1", solver).run(context()), 60)
+
+
+# the answer
+
+
+@pytest.mark.parametrize(
+    ("trained", "error", "said"),
+    [
+        (None, TypeError, "not NoneType"),
+        (Trained(1, 1, 0.5), TypeError, "control="),
+        (Trained(-1, 1, 0.5), ValueError, "no negative numbers"),
+    ],
+)
+def test_train_must_return_trained(trained: object, error: type[Exception], said: str) -> None:
+    layout = layout_of(Point()).with_controls()
+    with pytest.raises(error, match=said):
+        as_sent(trained, Model(layout), Model(layout), None, "delta", NoCompression())
+
+
+@pytest.mark.parametrize("known", [None, 0.5])
+def test_update_is_the_difference_from_the_base(known: float | None) -> None:
+    layout = layout_of(Point()).with_controls()
+    base, into = Model(layout), Model(layout)
+    base.floats[:], into.floats[:] = 1.0, 3.0
+    control = np.full(4, 2.0, np.float32)
+    device_control = None if known is None else np.full(4, known, np.float32)
+    some: Any = np.int64(2)  # numpy's numbers are no JSON
+    trained = Trained(some, some, 0.5, control)
+    took = as_sent(trained, into, base, device_control, "delta", NoCompression())
+    assert into.parameters.tolist() == [2.0] * 4
+    assert into.controls.tolist() == [2.0 - (known or 0.0)] * 4
+    assert (took, type(took.steps)) == (Trained(2, 2, 0.5), int)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 
@@ -48,35 +47,6 @@ async def test_exception_in_a_group_is_the_one_that_is_shown(
     assert answer.reason == "raised ValueError"
     [error] = await hand.words(Event)
     assert (error.text or "").endswith("ValueError: no such layer")
-
-
-async def test_training_without_a_result_is_a_task_error(
-    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await hand.create()
-    monkeypatch.setattr(task, "train", lambda *_: None)
-    async with running(make(), context()):
-        await hand.open()
-        [answer] = await answers(hand)
-    assert isinstance(answer, GiveUp)
-    [error] = await hand.words(Event)
-    assert "train() must return Trained(...), not NoneType" in (error.text or "")
-
-
-@pytest.mark.parametrize("length", [{"epochs": None}, {"steps": 3, "epochs": 2}])
-async def test_task_without_exactly_one_length_is_given_up(
-    hand: Hand, make: Make, task: Adds, length: dict[str, Any]
-) -> None:
-    await hand.create()
-    async with running(make(), context()):
-        await hand.open(**length)
-        await hand.open()
-        given_up, upload = await answers(hand, 2)
-    assert isinstance(given_up, GiveUp)
-    assert given_up.reason == "raised ConfigError"
-    assert isinstance(upload, Upload)
-    [error] = await hand.words(Event)
-    assert "give exactly one of them" in (error.text or "")
 
 
 async def test_trainer_pauses_after_each_raising_task(hand: Hand, make: Make) -> None:

@@ -121,11 +121,6 @@ def test_the_main_metric_has_a_goal_if_any_has() -> None:
     assert main_metric(["bits", "loss"], {}) == "bits"
 
 
-def test_a_users_metric_may_begin_as_those_over_devices_do() -> None:
-    assert main_metric(["device_accuracy", "loss"], {}) == "device_accuracy"
-    assert relapses("device_score", 0.9, 0.1, 0.9, goal={"device_score": "max"}) == 1
-
-
 def relapses(metric: str, *values: float, goal: Goals | None = None) -> int | None:
     swings = Swings(goal or {"score": "min"})
     for value in values:

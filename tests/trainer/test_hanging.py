@@ -53,7 +53,7 @@ def task() -> Iterator[Hangs]:
 async def test_hanging_training_is_reported_and_ends_the_trainer(
     hand: Hand, make: Make, task: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.trainer.attempt._LOOK_S", 0.01)
+    monkeypatch.setattr("fedstream.trainer.failures._HANGING_S", 0.01)
     trainer = make(settings=TrainerSettings(drain_s=0.1), lease=LeaseSettings(seconds=0.2))
     await hand.create()
     live = context()
@@ -72,10 +72,8 @@ async def test_hanging_training_is_reported_and_ends_the_trainer(
     await hand.balanced()
 
 
-async def test_slow_training_is_not_taken_for_hanging(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fedstream.trainer.attempt._LOOK_S", 0.001)
+async def test_slow_training_is_not_taken_for_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstream.trainer.failures._HANGING_S", 0.001)
     training: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     told = iter([False, True, False, False, True])  # told, taken back, told again
 

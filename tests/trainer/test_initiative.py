@@ -10,17 +10,18 @@ from tests.trainer.adding import Cooldowns, Make
 from tests.trainer.stepping import BY_TURNS, Course
 
 
+async def served(hand: Hand) -> bool:
+    """Whether a task was answered, once a coordinator has heard what there is."""
+    await hand.attend()
+    return len(await hand.answered()) >= 1
+
+
 async def test_anarchic_trainer_triggers_its_own_tasks(hand: Hand, make: Make) -> None:
     await hand.create()
     initiative = InitiativeSettings(rate=200.0, steps=FixedSteps(n=7))
     settings = TrainerSettings(owns=(5,), anarchic=initiative)
     async with running(make("edge", settings=settings), context()):
-
-        async def served() -> bool:
-            await hand.attend()
-            return len(await hand.answered()) >= 1
-
-        await wait_until(served)
+        await wait_until(lambda: served(hand))
         view = await hand.ledger.look()
     assert {trigger.origin for trigger in view.open} == {"edge"}
     assert {(trigger.device, trigger.steps) for trigger in view.open} == {(5, 7)}
@@ -33,12 +34,7 @@ async def test_anarchic_trainer_uses_its_devices_rates_and_lengths(hand: Hand, m
     settings = TrainerSettings(owns=(4, 5), anarchic=initiative)
     often = ParticipationGroup(devices=(5,), rate=1e10, steps=FixedSteps(n=2))
     async with running(make("edge", settings=settings, participation=(often,)), context()):
-
-        async def served() -> bool:
-            await hand.attend()
-            return len(await hand.answered()) >= 1
-
-        await wait_until(served)
+        await wait_until(lambda: served(hand))
         triggers = (await hand.ledger.look()).open
         said = await hand.answered()
     assert {one.device for one in said} == {5}
@@ -51,12 +47,7 @@ async def test_anarchic_trainer_gets_only_tasks_of_its_own_devices(hand: Hand, m
     await hand.announce("other", 4)
     settings = TrainerSettings(owns=(4, 5, 70), anarchic=InitiativeSettings(rate=500.0))
     async with running(make("edge", settings=settings), context()):
-
-        async def served() -> bool:
-            await hand.attend()
-            return len(await hand.answered()) >= 1
-
-        await wait_until(served)
+        await wait_until(lambda: served(hand))
         asked = {trigger.device for trigger in (await hand.ledger.look()).open}
     # Only one that has no task asks: it may have asked for device 4 meanwhile, whose owner has it.
     assert asked <= {4, 5}

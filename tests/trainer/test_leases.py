@@ -33,14 +33,14 @@ async def test_lease_is_renewed_during_training(
     async def goes_on() -> bool:
         return await renewals() >= 3
 
-    async with running(make(lease=LeaseSettings(seconds=40)), context()):
+    async with running(make(lease=LeaseSettings(seconds=2)), context()):
         await hand.open()
         await wait_until(lambda: task.seen)
         await wait_until(goes_on)
         task.gate.set()
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
-    assert max(pauses.asked_s) == 10.0  # a quarter of the lease
+    assert 0.5 in pauses.asked_s  # a quarter of the lease
 
 
 async def test_error_in_lease_renewal_is_not_swallowed(

@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -78,9 +77,7 @@ def test_file_may_define_an_instance_or_a_callable(
 
 
 @pytest.mark.process
-def test_program_can_import_neighbours_and_be_spawned(
-    write: Callable[[str, str], Path],
-) -> None:
+def test_program_can_import_neighbours_and_be_spawned(write: Callable[[str, str], Path]) -> None:
     write("its_neighbour.py", PROGRAM)
     file = write("with_neighbour.py", "from its_neighbour import Mine\nclass Own(Mine): pass\n")
     pickled = pickle.dumps(load_task(f"{file}:Own", TaskSettings()))
@@ -144,9 +141,7 @@ def test_unknown_names_are_errors(write: Callable[[str, str], Path], tmp_path: P
             load_task(f"{write(taken, PROGRAM)}:task", TaskSettings())
 
 
-def test_fedstream_errors_in_user_code_are_kept(
-    write: Callable[[str, str], Path],
-) -> None:
+def test_fedstream_errors_in_user_code_are_kept(write: Callable[[str, str], Path]) -> None:
     text = "from fedstream.core.errors import DataError\n"
     text += "def task(): raise DataError('no pictures')\n"
     with pytest.raises(DataError, match=r"^no pictures$"):
@@ -257,9 +252,7 @@ def test_args_are_refused_where_they_have_no_effect_or_cannot_be_kept() -> None:
         TaskSettings(args={"a": [1, {"b": None}]})
 
 
-def test_parameters_that_cannot_be_configured_are_named(
-    write: Callable[[str, str], Path],
-) -> None:
+def test_parameters_that_cannot_be_configured_are_named(write: Callable[[str, str], Path]) -> None:
     text = "from __future__ import annotations\ndef task(a: Missing = 1): raise KeyError(a)\n"
     name = f"{write('unknown_types.py', text)}:task"
     with pytest.raises(ConfigError, match="its parameters can't be read: name 'Missing' is not"):
@@ -310,9 +303,7 @@ def test_torchvision_imports_after_declaring_operators() -> None:
     pytest.importorskip("torchvision.datasets")
 
 
-def test_concurrent_loads_declare_an_operator_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_concurrent_loads_declare_an_operator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"torchvision::of_this_test_{uuid4().hex}"  # it stays defined
     monkeypatch.setattr(in_memory, "_OPERATORS", (name,))
     define, defined = torch.library.define, []
@@ -328,9 +319,3 @@ def test_concurrent_loads_declare_an_operator_once(
         for done in [pool.submit(in_memory.declare_missing) for _ in range(4)]:
             done.result()
     assert defined == [name]
-
-
-def test_without_torchvision_nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_memory, "find_spec", lambda _: None)
-    monkeypatch.setattr(torch, "ops", SimpleNamespace())  # would raise if it were asked
-    in_memory.declare_missing()

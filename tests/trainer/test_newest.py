@@ -18,6 +18,7 @@ from fedstream.core.records import Commit
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, model_of, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
+from tests.trainer.stepping import content
 
 
 async def test_model_is_read_once_per_version(hand: Hand, make: Make, task: Adds) -> None:
@@ -83,10 +84,8 @@ async def test_device_trains_from_the_copy_that_it_was_given(
     assert isinstance(upload, Upload)
     assert (upload.tau, upload.base) == (1, version.given)
     assert upload.base == await hand.ledger.given(1) != version.digest
-    copy, trained = await hand.model(version), Model(hand.layout)
+    copy, trained = await hand.model(version), await content(hand, upload)
     assert 0 < np.abs(copy.floats - values).max() < 0.02
-    key = hand.keys.update(upload.blob)
-    await blobs.read(hand.client, key, trained, digest=upload.digest, chunks=upload.chunks)
     assert trained.floats.tolist() == (copy.floats + np.float32(1)).tolist()  # as Adds does
 
 
@@ -147,12 +146,5 @@ async def test_partially_read_model_is_never_trained_on(
         assert await hand.commit(2, write=False, versions=[again]) == "done"
         _, upload = await answers(hand, 2)
     assert isinstance(upload, Upload)
-    trained = Model(hand.layout)
-    await read(
-        hand.client,
-        hand.keys.update(upload.blob),
-        trained,
-        digest=upload.digest,
-        chunks=upload.chunks,
-    )
+    trained = await content(hand, upload)
     assert (upload.tau, set(trained.floats.tolist())) == (2, {1.0})

@@ -11,11 +11,9 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream import Task
-from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.core.errors import ConfigError
-from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
 from fedstream.runtime.service import Service
 from fedstream.runtime.task_settings import LeaseSettings
@@ -26,9 +24,10 @@ from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.trainer.solvers import Sgd, Work
+from fedstream.trainer.solvers import Sgd
 from fedstream.trainer.vector import layout_of, load, read
 from tests.support import Hand, context, model_of, running, wait_until
+from tests.trainer.stepping import content, work_of
 
 Place = Literal["cpu", "cuda"]
 
@@ -115,27 +114,11 @@ async def test_result_of_a_device_comes_back_as_the_runs_vector(
             return await hand.words(Upload)
 
         [upload] = await wait_until(answered)
-    update = Model(hand.layout)
-    await blobs.read(
-        hand.client,
-        hand.keys.update(upload.blob),
-        update,
-        digest=upload.digest,
-        chunks=upload.chunks,
-    )
+    update = await content(hand, upload)
 
     module, here = task.model(), model_of(hand.layout, 0.0)
     load(here, module)
-    work = Work(
-        device=trigger.device,
-        task=trigger.task,
-        version=0,
-        seed=7,
-        steps=None,
-        epochs=1,
-        solver=solver,
-        cancelled=lambda: False,
-    )
+    work = work_of(solver, device=trigger.device, seed=7, steps=None, epochs=1)
     solve(task, module, task.device_data(trigger.device), work)
     read(module, here)
     assert np.abs(here.floats).max() > 0.01

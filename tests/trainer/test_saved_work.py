@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from structlog.testing import capture_logs
 
@@ -62,24 +60,6 @@ async def test_another_trainer_resumes_to_the_same_bits(
     assert (upload.task, upload.trainer, upload.tau, upload.base) == (name, "t2", 0, wanted.base)
     assert (upload.steps, upload.samples, upload.loss) == (H, wanted.samples, wanted.loss)
     assert (upload.digest, upload.sends, upload.layout) == (wanted.digest, sends, wanted.layout)
-
-
-async def test_training_may_be_interrupted_repeatedly(hand: Hand, make: Make, task: Steps) -> None:
-    await begun(hand, task)
-    wanted = await uninterrupted(hand, make, task, SGD)
-    await stopped_midway(hand, task, make("t1"))
-    for n in range(HELD + 1, H + 1):
-        task.hold = n
-        task.gate.clear()
-        live = context()
-        async with running(make(f"t{n}"), live) as service:
-            await wait_until(task.held)
-            live.stop.set()
-            task.gate.set()
-            await asyncio.wait_for(asyncio.shield(service), 60)
-    # The last step was done, and so was the task: its trainer ended after it had answered.
-    _, upload = await answers(hand, 2)
-    assert (task.steps, upload.digest, upload.trainer) == (H, wanted.digest, f"t{H}")
 
 
 async def test_task_is_handed_back_even_if_its_work_cannot_be_saved(
@@ -157,10 +137,7 @@ async def test_workspace_is_deleted_if_redis_is_full(hand: Hand, make: Make, tas
     ("damage", "said"),
     [
         ("a bit", "do not match their checksum"),
-        ("all but a byte", "do not match their checksum"),
         ("no end", "a workspace of more than 67108864 bytes"),
-        ("another solver", "the workspace belongs to other work: its solver is"),
-        ("another torch", "the random generator's state does not fit this version of torch"),
         ("another model", "a model of a different layout"),
     ],
 )
@@ -175,20 +152,15 @@ async def test_unusable_workspace_is_discarded_and_training_restarts(
     match damage:
         case "a bit":
             data[-1] ^= 1
-        case "all but a byte":
-            del data[1:]
         case "no end":
             data.extend(bytes(64 << 20))
-        case "another torch":
-            data[:] = workspace.model_copy(update={"minibatches": b"junk"}).encode()
         case "another model":
             data[:] = workspace.model_copy(update={"layout": "0" * 64}).encode()
     await hand.client.call("SET", hand.keys.workspace("pool", name), bytes(data))
     await newer(hand)
     task.begins()
-    solver = SGD.model_copy(update={"lr": 0.2}) if damage == "another solver" else SGD
     with capture_logs() as logs:
-        async with running(make("t2", solver), context()):
+        async with running(make("t2"), context()):
             [upload] = await answers(hand)
     [warning] = [line for line in logs if line["event"] == "discarding unusable workspace"]
     assert warning["log_level"] == "warning"

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.commands import Command
 from fedstream.core.errors import ConfigError, FedstreamError, LayoutMismatch
-from fedstream.core.layout import Model
 from fedstream.core.messages import Presence, Upload
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, Point, answers, pending
+from tests.trainer.stepping import content
 
 
 async def test_task_becomes_an_update_of_the_newest_version(
@@ -31,14 +30,7 @@ async def test_task_becomes_an_update_of_the_newest_version(
     assert (upload.task, upload.device, upload.trainer) == (trigger.task, trigger.device, "t1")
     assert (upload.tau, upload.steps, upload.samples, upload.loss) == (0, 1, 1, 0.5)
     assert upload.chunks == 1
-    trained = Model(hand.layout)
-    await blobs.read(
-        hand.client,
-        hand.keys.update(upload.blob),
-        trained,
-        digest=upload.digest,
-        chunks=upload.chunks,
-    )
+    trained = await content(hand, upload)
     assert trained.floats.tolist() == [1, 1, 1, 1]
     assert await hand.client.call("PTTL", hand.keys.update(upload.blob)) > 0
     assert await pending(hand) == 0

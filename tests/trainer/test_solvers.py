@@ -31,24 +31,14 @@ from fedstream.trainer.solvers import (
 )
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of, load, read
+from tests.trainer.stepping import work_of
 
 DATA = Path(__file__).parents[1] / "data"
 ANSWERS = json.loads((DATA / "known_answers_local.json").read_text())
-SCAFFOLD = json.loads((DATA / "known_answers_scaffold.json").read_text())
 
 
 def work(solver: SolverSettings | None = None, steps: int | None = 1, **more: Any) -> Work:
-    given: dict[str, Any] = {
-        "device": 3,
-        "task": "t",
-        "version": 0,
-        "seed": 5,
-        "steps": steps,
-        "epochs": None,
-        "solver": solver or Sgd(),
-        "cancelled": lambda: False,
-    }
-    return Work(**(given | more))
+    return work_of(solver or Sgd(), steps=steps, **more)
 
 
 class Point(nn.Module):
@@ -119,39 +109,6 @@ def test_known_answers(answer: dict[str, Any]) -> None:
     expected = np.array(answer["x_new"])
     error = np.abs(model.x.detach().numpy() - expected).max()
     assert error <= 1e-5 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("answer", SCAFFOLD, ids=lambda answer: f"{answer['devices']} devices")
-def test_scaffolds_known_answers(answer: dict[str, Any]) -> None:
-    """x, c and every c_i after every round, with the server's part done here."""
-    solver, devices = DriftCorrected(lr=answer["local_lr"]), answer["devices"]
-    x = np.array(answer["x0"], np.float32)
-    c, c_i = np.zeros_like(x), np.zeros((devices, len(x)), np.float32)
-
-    def close(ours: Any, theirs: list[Any]) -> bool:
-        return bool(np.abs(ours - np.array(theirs)).max() <= 1e-5 * np.abs(theirs).max())
-
-    for expected in answer["rounds"]:
-        group = expected["group"]
-        moves, shifts = [], []
-        for device in group:
-            data = TensorDataset(
-                torch.tensor([answer["h"][device]]), torch.tensor([answer["b"][device]])
-            )
-            model = Point(x.tolist())
-            piece = work(
-                solver, steps=answer["local_steps"], control=c, device_control=c_i[device].copy()
-            )
-            control = solve(Quadratic(), model, data, piece).control
-            assert control is not None
-            moves.append(model.x.detach().numpy() - x)
-            shifts.append(control - c_i[device])
-            c_i[device] = control
-        x = x + np.float32(answer["server_lr"]) * np.mean(moves, axis=0)
-        c = c + np.float32(len(group) / devices) * np.mean(shifts, axis=0)
-        assert close(x, expected["x"])
-        assert close(c, expected["c"])
-        assert close(c_i, expected["c_i"])
 
 
 def test_first_scaffold_task_is_sgd_and_keeps_the_mean_gradient() -> None:
@@ -272,13 +229,6 @@ def test_fresh_minibatches_have_no_repeated_samples() -> None:
     assert np.abs(drawn - 900).max() < 5 * math.sqrt(2100 * 3 / 7 * 4 / 7)
     # unlike in passes, a sample may come twice within one
     assert any(set(a) & set(b) for a, b in zip(task.rows[::2], task.rows[1::2], strict=True))
-
-
-def test_an_epoch_of_fresh_minibatches_is_as_long_as_a_pass() -> None:
-    task = Quadratic()
-    solver = Sgd(batch_size=3, sampling="fresh")
-    assert solve(task, Point([0.0]), samples(7), work(solver, None, epochs=2)).steps == 6
-    assert task.batches == [3] * 6
 
 
 @pytest.mark.parametrize("sampling", ["passes", "fresh"])
@@ -455,13 +405,8 @@ def test_model_without_trainable_parameters_is_rejected() -> None:
     [
         (None, None, None),
         (1, 1, None),
-        (1, None, 1.0),
-        (None, 1, 1.0),
         (0, None, None),
-        (None, 0, None),
-        (None, None, 0.0),
         (None, None, math.nan),
-        (None, None, math.inf),
     ],
 )
 def test_work_needs_exactly_one_length(
@@ -485,13 +430,9 @@ def test_solver_options_depend_on_the_kind() -> None:
     ("settings", "says"),
     [
         ({"kind": "sgd", "rho": 0.3}, r"rho\n.*not permitted"),
-        ({"kind": "adam"}, "must be one of sgd, proximal, scaffold, or your own"),
         ({"kind": "proximal", "rho": -0.1}, r"rho\n.*greater than or equal to 0"),
         ({"momentum": 1.0}, r"momentum\n.*less than 1"),
-        ({"momentum": -0.1}, r"momentum\n.*greater than or equal to 0"),
-        ({"weight_decay": -1e-4}, r"weight_decay\n.*greater than or equal to 0"),
         ({"clip_norm": 0.0}, r"clip_norm\n.*greater than 0"),
-        ({"lr": 0.0}, r"lr\n.*greater than 0"),
         ({"sampling": "bootstrap"}, r"sampling\n.*'passes' or 'fresh'"),
         (
             {"kind": "scaffold", "momentum": 0.9},

@@ -76,14 +76,6 @@ def test_vector_loads_into_another_module_bit_for_bit(seed: int, width: int) -> 
     assert again.digest() == model.digest()
 
 
-def test_vector_holds_the_values_by_name() -> None:
-    module = scrambled(1, 3)
-    model = Model(layout_of(module))
-    read(module, model)
-    for name, values in model.tensors().items():
-        assert np.array_equal(values, module.state_dict()[name].to(torch.float64).numpy()), name
-
-
 def test_batchnorm_statistics_are_transferred() -> None:
     module = nn.BatchNorm1d(2)
     before, after = Model(layout_of(module)), Model(layout_of(module))
@@ -153,18 +145,3 @@ def test_delta_covers_only_parameters_relative_to_the_base() -> None:
     assert set(x_new.parameters) == {3.0}
     assert set(x_new.buffers) == {5.0}
     assert set(x_new.integers) == {5}
-
-
-def test_control_variate_is_outside_the_module_and_starts_at_zero() -> None:
-    model = initial(Random(), 1, controls=True)
-    assert model.layout == layout_of(nn.Linear(4, 3)).with_controls()
-    assert (model.controls.size, model.parameters.size) == (15, 15)
-    assert not model.controls.any()
-    model.controls[:] = 7.0
-    module = nn.Linear(4, 3)
-    load(model, module)
-    model.parameters[:] = 0.0
-    read(module, model)
-    assert set(model.controls) == {7.0}
-    assert model.parameters.tolist() == initial(Random(), 1).parameters.tolist()
-    assert sorted(model.tensors()) == ["bias", "weight"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedstream.core.layout import Layout
 from fedstream.core.messages import Contribution, Upload, Version
 from fedstream.core.records import End, Run
-from fedstream.journal import RoundClosed, Taken
+from fedstream.journal import RoundClosed, SegmentHead, Taken
 from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.progress import Progress
-from fedstream.strategies import State
+from fedstream.strategies import State, Strategy
 from fedstream.updater.state import Change, Ends, RunState
 from tests.support import layout_of, model_of
 from tests.updater.journalled import HALF
@@ -63,6 +64,26 @@ def upload_of(task: str, **changes: Any) -> Upload:
         "lr": 0.1,
     }
     return Upload(**about | changes)
+
+
+def head_of(layout: Layout, rule: Strategy, **changes: Any) -> SegmentHead:
+    """The head of a run's first segment."""
+    about: dict[str, Any] = {
+        "epoch": 1,
+        "number": 0,
+        "lineage": "line",
+        "run": "demo",
+        "task": "digits",
+        "devices": 10,
+        "versions": 100,
+        "seed": 0,
+        "created": 1.0,
+        "strategy": rule.model_dump(mode="json"),
+        "layout": layout.encode(),
+        "release": "tests",
+        "time": 1.0,
+    }
+    return SegmentHead(**about | changes)
 
 
 def applied(task: str, version: int, *, finish: str | None = None) -> Change:

@@ -24,6 +24,7 @@ from fedstream.updater import refusals
 from fedstream.updater.refusals import LARGEST_DELTA
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 from tests.updater.journalled import held, reasons
+from tests.updater.states import upload_of
 
 FEDBUFF = FedBuffSettings(buffer_size=1)
 AFA_CD = AfaCdSettings(buffer_size=1, server_lr=0.5)
@@ -88,19 +89,13 @@ async def test_delta_is_a_step_from_the_newest_version(
     ("rule", "values", "changes", "reason"),
     [
         (AFA_CD, {}, {"steps": 0}, "no steps"),
-        (AFA_CS, {}, {"steps": 0}, "no steps"),
         (PER_STEP, {}, {"steps": 0}, "no steps"),
         (AFA_CD, {}, {"lr": 0.0}, "no steps"),
-        (AFA_CD, {}, {"lr": -0.1}, "no steps"),
         (AFA_CD, {}, {"lr": math.nan}, "no steps"),
-        (AFA_CD, {}, {"lr": math.inf}, "no steps"),
         (AFA_CD, {"parameters": 0.0, "buffers": 0.0}, {"lr": 1e-40}, "no steps"),
         (AFA_CS, {}, {"device": 10}, "unknown device"),
-        (SCAFFOLD, {}, {"device": 10}, "unknown device"),
-        *((rule, {}, {"sends": "model"}, "sends a model") for rule in RULES),
-        (FEDBUFF, {"parameters": math.nan}, {}, "not finite"),
+        (FEDBUFF, {}, {"sends": "model"}, "sends a model"),
         (FEDBUFF, {"buffers": math.inf}, {}, "not finite"),
-        (SCAFFOLD, {"controls": math.nan}, {}, "not finite"),
         (FEDBUFF, {"parameters": 10 * LARGEST_DELTA}, {}, "norm too large"),
         (SCAFFOLD, {"controls": 10 * LARGEST_DELTA}, {}, "norm too large"),
         # not by itself, but divided by gamma H
@@ -193,20 +188,7 @@ async def test_largest_accepted_update_does_not_overflow(
 def test_size_check_is_pure(
     rule: Strategy, norm: float, max_norm: float | None, reason: str
 ) -> None:
-    upload = Upload(
-        task="t",
-        attempt="1",
-        device=1,
-        trainer="t1",
-        tau=0,
-        base="b",
-        layout="l",
-        digest="d",
-        size=1,
-        samples=1,
-        steps=2,
-        lr=0.1,
-    )
+    upload = upload_of("t", tau=0, steps=2)
     assert refusals.by_norm(upload, rule.build(10), norm, max_norm) == reason
 
 

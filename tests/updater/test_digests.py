@@ -54,9 +54,7 @@ async def test_all_digests_of_a_run_are_made_alike(
         assert all(moment.identical is not False for moment in replayer)
 
 
-async def test_a_run_keeps_its_algorithm(
-    make: Any, hand: Hand, folder: Path, algorithm: DigestAlgorithm
-) -> None:
+async def test_a_run_keeps_its_algorithm(make: Any, hand: Hand, algorithm: DigestAlgorithm) -> None:
     for digests in (algorithm, OTHER[algorithm]):
         async with running(make(digests=digests), context()):
             await hand.join()

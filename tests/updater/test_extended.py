@@ -131,7 +131,7 @@ async def test_a_run_is_extended_again_and_again_with_a_new_redis_each_time(
 
 
 async def test_extension_outlives_a_redis_that_does_not_know_of_it(
-    make: Any, hand: Hand, client: Client, folder: Path
+    make: Any, hand: Hand, client: Client
 ) -> None:
     """The updater was killed before it told Redis, or Redis fell back: the journal decides."""
     before = ("state", "finished", "versions", 2, "why", "version 2 reached", "finished", "3.5")

@@ -10,25 +10,9 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.broker.scripts import Script
 from fedstream.core.errors import Fenced
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, refused
-
-
-async def test_restarted_updater_continues(make: Any, hand: Hand) -> None:
-    async with running(make(), context()):
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(1)
-    await hand.admitted(4.0)  # while nobody is there
-    async with running(make(), context()):
-        await hand.reaches(2)
-    *_, version = await hand.published()
-    assert (version.epoch, version.parent) == (2, 1)
-    assert version.blob.startswith("2.2.")
-    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
-    await hand.balanced()
 
 
 async def test_standby_takes_over_and_fences_the_leader(
@@ -53,28 +37,6 @@ async def test_standby_takes_over_and_fences_the_leader(
             await hand.reaches(2)
     assert [version.epoch for version in await hand.published()] == [1, 1, 2]
     await hand.balanced()
-
-
-async def test_commit_with_a_lost_reply_happens_once(
-    make: Any, hand: Hand, redis: RedisSettings, client: Client, keys: Keys
-) -> None:
-    commit = Script("commit")._sha.encode()
-    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
-        await hand.join()
-        await hand.admitted(4.0)
-        await hand.reaches(1)
-        proxy.cut_reply_to = lambda data: commit in data
-        await hand.admitted(4.0)
-        await wait_until(lambda: proxy.cut_replies == 1)
-        await hand.admitted(4.0)
-        await hand.reaches(3)
-        versions = await hand.published()
-        assert [version.version for version in versions] == [0, 1, 2, 3]
-        for version in versions:
-            assert await client.call("PTTL", keys.model(version.blob)) == -1
-            await hand.model(version)
-        assert (await hand.ledger.look()).outcomes["applied"] == 3
-        await hand.balanced()
 
 
 async def test_lost_connections_neither_lose_nor_repeat_updates(

@@ -18,15 +18,7 @@ from fedstream.strategies import FedBuffSettings
 from fedstream.updater.commit import Commits
 from fedstream.updater.state import RunState
 from tests.support import Hand, context, running, wait_until
-from tests.updater.journalled import (
-    backed_up,
-    fails,
-    go_back,
-    held,
-    makes,
-    reasons,
-    records,
-)
+from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
 
 
 @pytest.fixture(autouse=True)

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from fedstream.core.records import Head, Quarantines, Run
-from fedstream.updater.reconcile import (
-    Action,
-    Confirm,
-    Finish,
-    Publish,
-    Refuse,
-    Remake,
-    action,
-)
+from fedstream.updater.reconcile import Action, Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.state import Change, RunState
 from tests.updater.states import applied, refused, run_of, state_of
 

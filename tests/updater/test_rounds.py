@@ -77,21 +77,6 @@ async def test_successor_rebuilds_the_buffer_to_the_same_bits(make: Any, hand: H
     await hand.balanced()
 
 
-async def test_round_end_makes_a_version_of_its_arrivals(make: Any, hand: Hand) -> None:
-    async with running(make(FedAvgSettings(clients_per_round=10)), context()):
-        await hand.join()
-        uploads = [await hand.admitted(2.0), await hand.admitted(4.0)]
-        for _ in range(2):  # told twice, it ends one round
-            await hand.ledger.ask(CloseRound(version=0, tasks=(), why="time is up"))
-        await hand.dispatch()
-        await hand.reaches(1)
-        await wait_until(hand.queue_is_empty)
-    _, version = await hand.published()
-    assert [u.task for u in version.updates] == [u.task for u in uploads]
-    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
-    await hand.balanced()
-
-
 async def test_round_without_arrivals_makes_no_version(
     make: Any, hand: Hand, client: Client
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,11 +38,6 @@ def test_change_without_a_record_is_not_counted_again() -> None:
     assert state.after(replace(change, record=None)).journalled == {}
 
 
-def test_last_version_finishes_the_run() -> None:
-    run = state_of(5).after(applied("a", 6, finish="version 6 reached")).run
-    assert (run.state, run.why, run.finished) == ("finished", "version 6 reached", 16.0)
-
-
 def test_counts_add_the_journals_ends_to_the_others_in_redis() -> None:
     state = state_of(5, journalled={"applied": 3})
     # Two of the three were committed when Redis counted.
@@ -66,13 +61,6 @@ def test_segment_is_sealed_if_the_run_is_finished() -> None:
     assert not running.in_segment(3).sealed
     assert running.in_segment(3).forgotten == 3
     assert running.ended(run_of(state="finished")).in_segment(3).sealed
-
-
-def test_state_is_frozen() -> None:
-    state = state_of(5)
-    with pytest.raises(FrozenInstanceError):
-        state.compared = 1  # type: ignore[misc]
-    assert state.agreeing(3).to_compare() == state
 
 
 # ends
@@ -107,15 +95,6 @@ def test_update_found_again_keeps_its_first_end(index: EndedTasks) -> None:
     ends.decide(found)
     ends.journal(found)
     assert ends.get("a") == first
-
-
-def test_copy_is_independent(index: EndedTasks) -> None:
-    ends = Ends(index, [End("a", "a1", "applied")], ["1-0"])
-    copy = ends.copy()
-    copy.add(End("b", "a1", "given_up"))
-    assert ends.get("b") is None
-    assert copy.get("a") is not None
-    assert copy.obeyed("1-0")
 
 
 def test_oldest_ends_move_to_the_index_when_others_are_decided(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.updater import UpdaterLedger
+from fedstream.core.layout import PAGE
 from fedstream.core.messages import Upload
 from fedstream.core.records import Commit, Committed
 from fedstream.journal import Taken
@@ -19,6 +21,7 @@ from fedstream.journal.recorder import Recorder
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.intake import BATCH
 from fedstream.updater.publisher import Publisher
+from tests.journal.test_recorder import Disk, tasks
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.breaking import COMMIT, makes_more
 from tests.updater.journalled import records
@@ -269,3 +272,35 @@ async def test_entry_whose_update_redis_forgot_is_skipped(
         await hand.reaches(2)
     taken = [record for record in records(folder) if isinstance(record, Taken)]
     assert [record.upload.task for record in taken] == [first.task, last.task]
+
+
+async def test_updater_on_a_full_disk_makes_each_version_once(
+    make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch is cut short where the disk is full, and goes on when there is room."""
+    disk = Disk()
+    monkeypatch.setattr(os, "pwritev", disk.pwritev)
+    async with running(make(), context()):
+        await hand.join()
+    uploads = [await hand.admitted(float(n)) for n in range(4)]
+    updater = make()
+    append = updater._recorder.append
+    asked: list[int] = []
+
+    async def meets_a_full_disk(batch: Any) -> list[int]:
+        if not asked:
+            disk.room = 3 * PAGE  # a small record is two pages
+        asked.append(len(batch))
+        if len(asked) == 3:
+            disk.room = None
+        return list(await append(batch))
+
+    monkeypatch.setattr(updater._recorder, "append", meets_a_full_disk)
+    async with running(updater, context()):
+        await hand.reaches(4)
+        await wait_until(hand.queue_is_empty)
+    assert asked[:3] == [4, 3, 3]  # one was written, none, and then the rest
+    assert tasks(folder) == [upload.task for upload in uploads]
+    digests = {r.version: r.digest for r in records(folder) if r.digest}
+    assert {v.version: v.digest for v in await hand.published() if v.version} == digests
+    await hand.balanced()

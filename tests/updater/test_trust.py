@@ -19,6 +19,7 @@ from fedstream.updater.refusals import by_word
 from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import records
+from tests.updater.states import upload_of
 
 FADING = FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1.0))
 
@@ -86,21 +87,8 @@ MANY = 2**53 - 1
 
 
 def claiming(samples: int, **changes: Any) -> Upload:
-    about: dict[str, Any] = {
-        "task": "t",
-        "attempt": "a",
-        "device": 1,
-        "trainer": "t",
-        "tau": 0,
-        "base": "b",
-        "digest": "d",
-        "layout": "l",
-        "size": 16,
-        "steps": 1,
-        "lr": 0.1,
-        "handed": 0,
-    }
-    return Upload(samples=samples, **about | changes)
+    """An update of a site that is not trusted, by its device's word."""
+    return upload_of("t", samples=samples, **{"tau": 0, "handed": 0} | changes)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from fedstream.broker import blobs
 from fedstream.core.layout import Layout, Model, Tensor
-from fedstream.core.messages import Upload
 from fedstream.journal import Taken, segments
 from fedstream.journal.norms import Norms, sizes
 from fedstream.journal.progress import Progress
@@ -31,35 +30,16 @@ from fedstream.strategies import (
 from fedstream.strategies.mixing import count, distance, norm
 from fedstream.updater import refusals
 from tests.support import Hand, context, model_of, running, wait_until
-from tests.updater.journalled import HALF, records
+from tests.updater.journalled import HALF, records, refused
+from tests.updater.states import upload_of
 
-UPLOAD = Upload(
-    task="t",
-    attempt="1",
-    device=1,
-    trainer="t1",
-    tau=0,
-    base="b",
-    layout="l",
-    digest="d",
-    size=1,
-    samples=1,
-    steps=2,
-    lr=0.1,
-)
+UPLOAD = upload_of("t", tau=0, steps=2)
 LAYOUT = Layout(
     (
         Tensor("weight", (4,), "float32", "parameter"),
         Tensor("mean", (2,), "float32", "buffer"),
     )
 )
-
-
-async def refused(hand: Hand, reason: str, n: int = 1) -> None:
-    async def are() -> bool:
-        return (await hand.ledger.look()).reasons("refused").get(reason) == n
-
-    await wait_until(are, what=f"{n} refused: {reason}")
 
 
 # sizes
@@ -157,15 +137,12 @@ ALIKE = ("run.versions=5", "solver.lr=1.0")
     ("devices", "rule"),
     [
         (RARE, ("strategy.name=fedasync", "strategy.alpha=0.9")),
-        (RARE, ("strategy.name=fedbuff", "strategy.buffer_size=1")),
         (RARE, ("strategy.name=scaffold", "solver.kind=scaffold", "strategy.buffer_size=1")),
         (UNEQUAL, ("strategy.name=fedbuff",)),
-        (ALIKE, ("strategy.name=fedasync",)),
         (ALIKE, ("strategy.name=fedavg",)),
-        (ALIKE, ("strategy.name=afa-cd",)),
         (ALIKE, ("strategy.name=afa-cs",)),
     ],
-    ids=("fedasync", "fedbuff", "scaffold", "unequal", "first", "round", "deltas", "means"),
+    ids=("fedasync", "scaffold", "unequal", "round", "means"),
 )
 def test_honest_devices_are_not_refused(devices: tuple[str, ...], rule: tuple[str, ...]) -> None:
     given = ("task.name=digits", "simulation.threads=1", "simulation.evaluate_every=0")
@@ -317,15 +294,12 @@ X = (0, 1, 2, 50, 3, -3, 0)
         ((0, 1, 2, 60, 127, -128, 1), ""),
         ((0, 1, 2, 40, 3, -3, 0), ""),  # stale: it began when fewer were counted
         ((0, 1, 2**40, 50, 3, -3, 0), "integers"),
-        ((0, 1, 3, 50, 3, -3, 0), "integers"),
         ((0, 1, 2, -1, 3, -3, 0), "integers"),
         ((0, 1, 2, 50 + 1_000_000, 3, -3, 0), ""),
         ((0, 1, 2, 51 + 1_000_000, 3, -3, 0), "integers"),
-        ((0, 1, 2, 2**63 - 1, 3, -3, 0), "integers"),
         ((0, 1, 2, 50, 128, -3, 0), "integers"),
         ((0, 1, 2, 50, 3, -129, 0), "integers"),
         ((0, 1, 2, 50, 3, -3, 2), "integers"),
-        ((0, 1, 2, 50, 3, -3, -1), "integers"),
     ],
 )
 def test_integers_change_only_as_the_layout_allows(integers: tuple[int, ...], reason: str) -> None:
@@ -345,6 +319,14 @@ RULES: tuple[Strategy, ...] = (
 )
 
 
+def test_counters_may_be_written_into_either_model() -> None:
+    for into in (0, 1):
+        x = model_of(INTEGERS, integers=X)
+        new = model_of(INTEGERS, integers=(0, 1, 2, 49, 5, 5, 1))
+        count(x, new, into=(x, new)[into])
+        assert (x, new)[into].integers.tolist() == [0, 1, 2, 50, 5, 5, 1]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_counters_never_go_back(rule: Strategy) -> None:
     """A stale device counted fewer batches: what comes next would seem to have counted too many."""
@@ -355,14 +337,6 @@ def test_counters_never_go_back(rule: Strategy) -> None:
         state, _ = strategy.receive(state, update, Model(INTEGERS))
     assert state.version >= 2
     assert state.model.integers.tolist() == [0, 1, 2, 70, 45 % 7, 1, 1]
-
-
-def test_counters_may_be_written_into_either_model() -> None:
-    for into in (0, 1):
-        x = model_of(INTEGERS, integers=X)
-        new = model_of(INTEGERS, integers=(0, 1, 2, 49, 5, 5, 1))
-        count(x, new, into=(x, new)[into])
-        assert (x, new)[into].integers.tolist() == [0, 1, 2, 50, 5, 5, 1]
 
 
 async def test_changed_constant_integer_is_refused_and_counted(make: Any, hand: Hand) -> None:

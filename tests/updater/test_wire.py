@@ -105,38 +105,27 @@ def framed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
 
 
-NAN, NEGATIVE, INFINITE = (struct.pack("<f", one) for one in (math.nan, -1.0, math.inf))
+NAN, NEGATIVE = (struct.pack("<f", one) for one in (math.nan, -1.0))
 FRAME = encoded("int8+zstd")
 BOMB = framed(bytes(1 << 28))
 BEYOND = struct.pack("<IH", 1, 0x3F80) + b"\xac\x02"  # one value, 300 places on
-BY_CONTENT = {
+BY_CONTENT = {  # one for each reason; tests/core/test_formats.py has every way to it
     "negative scale": ("int8", with_bytes(encoded("int8"), 0, NEGATIVE), "wire scale"),
-    "scale that is no number": ("int8", with_bytes(encoded("int8"), 4, NAN), "wire scale"),
-    "infinite scale": ("int8", with_bytes(encoded("int8"), 4, INFINITE), "wire scale"),
-    "the same of four bits": ("int4", with_bytes(encoded("int4"), 0, NAN), "wire scale"),
+    "scale that is not a number": ("int4", with_bytes(encoded("int4"), 0, NAN), "wire scale"),
     "index beyond the last": ("topk:0.1", BEYOND, "wire index"),
     "more values than announced": ("topk:0.1", struct.pack("<I", 31) + bytes(90), "wire length"),
-    "fewer places than values": ("topk:0.1", encoded("topk:0.1")[:-1], "wire length"),
-    "no frame": ("int8+zstd", bytes(64), "wire length"),
-    "truncated frame": ("int8+zstd", FRAME[:-1], "wire length"),
     "frame with a tail": ("int8+zstd", FRAME + b"\0", "wire length"),
-    "frame of fewer values": ("int8+zstd", framed(encoded("int8")[:-1]), "wire length"),
     "bomb": ("int8+zstd", BOMB[:400], "wire bomb"),
-    "value that is no number": ("bf16", with_bytes(encoded("bf16"), 2, b"\xc0\x7f"), "not finite"),
-    "scale too large": (
-        "int8",
-        with_bytes(encoded("int8"), 0, struct.pack("<f", 3e38)),
+    "value that is not a number": (
+        "bf16",
+        with_bytes(encoded("bf16"), 2, b"\xc0\x7f"),
         "not finite",
     ),
 }
 BY_WORD = {
     "unknown format": ("int2", encoded("int8"), {}, "wire format"),
-    "share left out": ("topk", encoded("topk:0.1"), {}, "wire format"),
     "models in four bits": ("int4", encoded("int4"), {"sends": "model"}, "wire format"),
-    "models in a share": ("topk:0.5", encoded("topk:0.5"), {"sends": "model"}, "wire format"),
     "a byte too few": ("int8", encoded("int8")[:-1], {}, "size"),
-    "a byte too many": ("bf16", encoded("bf16") + b"\0", {}, "size"),
-    "another format's size": ("f32", encoded("int8"), {}, "size"),
     "too many values": ("topk:0.01", encoded("topk:0.5"), {}, "size"),
 }
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from fedstream.broker.client import Client
-from fedstream.core.messages import (
-    Assignment,
-    GiveUp,
-    Trigger,
-)
+from fedstream.core.messages import Assignment, GiveUp, Trigger
 
 
 def give_up(

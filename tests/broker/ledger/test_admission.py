@@ -8,12 +8,7 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.core.messages import (
-    Assignment,
-    CloseRound,
-    Dead,
-    task_id,
-)
+from fedstream.core.messages import Assignment, CloseRound, Dead, task_id
 from tests.broker.ledger.steps import exists, give_up
 from tests.support import SIZE_LIMIT, Hand
 
@@ -97,14 +92,6 @@ async def test_answer_to_an_unknown_task_is_a_stray(hand: Hand, client: Client, 
     await hand.balanced()
 
 
-async def test_answer_after_giving_up_is_late(hand: Hand) -> None:
-    await hand.create()
-    [trigger] = await hand.open()
-    await hand.ledger.ask(CloseRound(version=0, tasks=(trigger.task,), why="round over"))
-    assert await hand.dispatch() == ["closed"]
-    assert await hand.admit(await hand.trained(trigger)) == [("stray", "late")]
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -130,18 +117,6 @@ async def test_answer_with_invalid_metadata_is_refused(
     assert (view.outcomes["refused"], view.reasons("refused")) == (1, {reason: 1})
     [event] = await hand.events()
     assert (event.task, event.outcome, event.reason) == (trigger.task, "refused", reason)
-    await hand.balanced()
-
-
-async def test_update_key_of_another_type_is_no_update(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    [trigger] = await hand.open()
-    upload = await hand.trained(trigger, write=False)
-    await client.call("SET", keys.update(upload.blob), b"x" * upload.size)
-    assert await hand.admit(upload) == [("refused", "blob missing")]
-    assert not await exists(client, keys.update(upload.blob))
     await hand.balanced()
 
 
@@ -202,14 +177,6 @@ async def test_answer_for_another_device_is_refused(hand: Hand, client: Client, 
     assert await hand.queue() == []
     assert not await exists(client, keys.update(upload.blob))
     await hand.balanced()
-
-
-async def test_giving_up_an_answered_task_changes_nothing(hand: Hand) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    task = Assignment(task=upload.task, device=0, seed=0)
-    assert await hand.admit(give_up(task, attempt="a2")) == [("stray", "answered twice")]
-    assert len(await hand.queue()) == 1
 
 
 async def test_answer_after_the_run_is_given_up(hand: Hand, client: Client, keys: Keys) -> None:

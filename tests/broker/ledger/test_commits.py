@@ -11,9 +11,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.link import Started
 from fedstream.broker.streams import Look
-from fedstream.core.messages import (
-    Version,
-)
+from fedstream.core.messages import Version
 from fedstream.core.records import Commit
 from tests.broker.ledger.steps import exists, expires
 from tests.support import Hand, model_of, snapshot
@@ -40,28 +38,6 @@ async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, k
     assert [(e.task, e.outcome, e.version, e.weight) for e in await hand.events()] == [
         (upload.task, "applied", 1, 0.6) for upload in uploads
     ]
-    await hand.balanced()
-
-
-async def test_commit_repeated_after_a_lost_reply_counts_once(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    assert await hand.commit(1, upload) == "done"
-    before = await snapshot(client, keys)
-    assert await hand.commit(1, upload, write=False) == "done"
-    assert await snapshot(client, keys) == before
-
-
-async def test_a_refusal_repeated_after_a_lost_reply_counts_once(hand: Hand) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    assert await hand.commit(None, upload) == "done"
-    assert await hand.commit(None, upload) == "done"
-    view = await hand.ledger.look()
-    assert (view.counts["refused"], view.reasons("refused")) == (1, {"digest": 1})
-    assert len(await hand.events()) == 1
     await hand.balanced()
 
 
@@ -160,22 +136,11 @@ async def test_version_deleted_meanwhile_is_not_kept_when_repeated(
 
 @pytest.mark.parametrize(("numbers", "says"), [((2, 3), "behind:0"), ((5, 6), "behind:0")])
 async def test_versions_must_follow_the_head(
-    hand: Hand, client: Client, keys: Keys, numbers: tuple[int, ...], says: str
+    hand: Hand, numbers: tuple[int, ...], says: str
 ) -> None:
     await hand.create()
     assert await several(hand, *numbers) == says
     assert await hand.version() == 0
-
-
-async def test_versions_that_come_after_later_ones_change_nothing(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    assert await several(hand, 1, 2) == "done"
-    assert await several(hand, 3) == "done"
-    before = await snapshot(client, keys)
-    assert await several(hand, 1, 2, write=False) == "behind:3"
-    assert await snapshot(client, keys) == before
 
 
 async def test_versions_on_another_than_the_head_are_not_published(
@@ -249,17 +214,6 @@ async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client:
     assert await hand.ledger.head() is None
 
 
-async def test_version_without_its_model_is_not_published(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    before = await snapshot(client, keys)
-    assert await hand.commit(1, upload, write=False) == "unwritten"
-    assert await snapshot(client, keys) == before
-    assert await hand.commit(1, upload) == "done"
-
-
 async def test_the_last_version_finishes_the_run(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
@@ -295,14 +249,6 @@ async def test_outdated_models_are_deleted_with_the_commit(
     assert await hand.ledger.kept() == {"1.1": 1}
     assert not await exists(client, keys.model("0.1"))
     assert await hand.ledger.digest(0) is not None  # its descendants are still admitted
-
-
-async def test_models_are_retired_out_of_turn(hand: Hand, client: Client, keys: Keys) -> None:
-    await hand.create()
-    await hand.commit(1)
-    assert await hand.ledger.retire(hand.updater.token, ["0.1"]) == "done"
-    assert await hand.ledger.kept() == {"1.1": 1}
-    assert not await exists(client, keys.model("0.1"))
 
 
 async def test_commit_of_very_many_updates_is_complete(hand: Hand) -> None:

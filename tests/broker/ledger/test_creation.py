@@ -10,9 +10,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.core.errors import Fenced, NoRun
-from fedstream.core.messages import (
-    GiveUp,
-)
+from fedstream.core.messages import GiveUp
 from fedstream.core.records import Commit, End
 from tests.broker.ledger.steps import expires
 from tests.support import Hand, layout_of, snapshot
@@ -215,9 +213,7 @@ async def test_token_lost_by_redis_does_not_fence(hand: Hand, client: Client) ->
     assert (await hand.ledger.commit(token, commit)).what == "lost"
 
 
-async def test_retaking_its_own_lease_does_not_fence(
-    hand: Hand,
-) -> None:
+async def test_retaking_its_own_lease_does_not_fence(hand: Hand) -> None:
     """Its loops may still show the token that it had a moment ago."""
     await hand.create()
     before = hand.updater.token

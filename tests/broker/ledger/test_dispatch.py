@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.core.messages import (
-    Assignment,
-    Trigger,
-)
+from fedstream.core.messages import Assignment, Trigger
 from tests.broker.ledger.steps import give_up
 from tests.support import Hand, wait_until
 
@@ -131,9 +128,7 @@ async def test_busy_device_cannot_trigger(hand: Hand) -> None:
     await hand.balanced()
 
 
-async def test_duplicate_trigger_makes_one_task_even_after_its_end(
-    hand: Hand,
-) -> None:
+async def test_duplicate_trigger_makes_one_task_even_after_its_end(hand: Hand) -> None:
     await hand.create()
     trigger = hand.trigger(origin="ann")
     assert await hand.take_up(trigger, trigger) == ["sent", "repeated"]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from fedstream.core.messages import (
-    CloseRound,
-    RoundEnd,
-    Withdraw,
-)
+from fedstream.core.messages import CloseRound, RoundEnd, Withdraw
 from tests.support import Hand
 
 # rounds
 
 
-async def test_round_end_gives_up_unanswered_tasks_and_is_queued_last(
-    hand: Hand,
-) -> None:
+async def test_round_end_gives_up_unanswered_tasks_and_is_queued_last(hand: Hand) -> None:
     await hand.create()
     answered, open_one = await hand.open(2)
     upload = await hand.trained(answered)
@@ -46,9 +40,7 @@ async def test_round_is_closed_once_per_entry(hand: Hand) -> None:
 # tasks that take too long
 
 
-async def test_withdrawn_task_is_given_up_and_loses_its_lease(
-    hand: Hand,
-) -> None:
+async def test_withdrawn_task_is_given_up_and_loses_its_lease(hand: Hand) -> None:
     await hand.create()
     hung, waiting, answered, other = await hand.open(4)
     taken = {task.task: entry for entry, task in await hand.take(3)}

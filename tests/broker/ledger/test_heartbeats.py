@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.client import Client
-from fedstream.broker.keys import Keys, member
+from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.messages import Heartbeat, Presence, decode
@@ -53,18 +53,12 @@ async def owned(hand: Hand) -> dict[str, list[int]]:
     return {name: sorted(devices) for name, devices in found.items()}
 
 
-async def test_list_is_sent_once(owner: Owner, client: Client, keys: Keys) -> None:
+async def test_list_is_sent_once(owner: Owner) -> None:
     for answers in range(3):
         assert await owner.announces(device=4, answers=answers) == "beat heard"
     assert await owned(owner.hand) == {"north/edge": [*MANY]}
     [about] = (await owner.hand.ledger.trainers()).values()
     assert (about["owns"], about["device"], about["answers"]) == ([*MANY], 4, 2)
-
-
-async def test_heartbeat_keeps_a_trainer_alive(owner: Owner, client: Client, keys: Keys) -> None:
-    await client.call("ZADD", keys.alive, 1.5, "north/edge")
-    assert await owner.announces() == "beat heard"
-    assert await owner.hand.ledger.silent(30) == []
 
 
 async def test_list_over_the_limit_still_says_that_its_trainer_is_there(
@@ -215,8 +209,3 @@ async def test_heartbeats_are_delivered_once_and_charged(owner: Owner) -> None:
     assert await owner.hand.ledger.beat(SITE, entry, said, rate=10**6) == "repeated"
     stray = (await owner.hand.ledger.look()).reasons("stray")
     assert stray == {"announcement over the limit": 1}
-
-
-async def test_names_of_different_sites_do_not_meet(hand: Hand, keys: Keys) -> None:
-    names = [keys.owned(member(site, "t")) for site in ("pool", "north")]
-    assert [name.removeprefix(keys.prefix) for name in names] == ["owned:pool/t", "owned:north/t"]

@@ -8,10 +8,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.clock import uptime
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.streams import Entry
-from fedstream.core.messages import (
-    Assignment,
-    Dead,
-)
+from fedstream.core.messages import Assignment, Dead
 from tests.broker.ledger.steps import give_up
 from tests.support import Hand
 
@@ -59,21 +56,6 @@ async def test_second_letter_about_a_task_names_the_retry(
     await hand.admit(give_up(first))  # the task that it was retried as has ended too
     assert await hand.ledger.retry(letters[1], trigger.task, second) == ("retried", first.task)
     assert (await hand.ledger.look()).issued == 2
-
-
-async def test_burying_a_second_answer_does_not_end_an_admitted_task(
-    hand: Hand,
-) -> None:
-    await hand.create()
-    upload = await hand.admitted()
-    [entry] = await hand.said(upload)
-    assert await hand.ledger.bury(
-        hand.keys.inbox("pool"), COORDINATORS, entry, "crashed", task=upload, deliveries=3
-    )
-    assert [trigger.task for trigger in (await hand.ledger.look()).open] == [upload.task]
-    assert await hand.commit(1, upload) == "done"
-    assert (await hand.ledger.look()).outcomes["applied"] == 1
-    await hand.balanced()
 
 
 async def test_entry_of_a_stream_without_a_group_is_buried(hand: Hand, client: Client) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.core.messages import (
-    Assignment,
-)
+from fedstream.core.messages import Assignment
 from tests.broker.ledger.steps import exists
 from tests.support import Hand, served_devices
 

@@ -120,12 +120,7 @@ async def test_prefetches_are_dropped_when_redis_falls_back(
 
 
 async def test_update_lost_with_its_entry_is_not_refused(
-    make: Any,
-    hand: Hand,
-    client: Client,
-    disk: Disk,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, hand: Hand, client: Client, disk: Disk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a fail-over to a replica that lags does it, before the updater had it."""
     hand.layout = layout_of(blobs.CHUNK // 4 + 1)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client, RedisSettings
-from tests.support import Hand, Proxy, context, full, layout_of, running, wait_until
+from fedstream.broker.client import RedisSettings
+from tests.support import Hand, Proxy, context, layout_of, running, wait_until
 from tests.updater.breaking import COMMIT, CREATE, LATE, limited, makes_more
-from tests.updater.journalled import makes, records
+from tests.updater.journalled import records
 
 
 async def test_idle_updater_frees_a_full_redis(
@@ -68,11 +68,3 @@ async def test_lost_reply_to_republishing_keeps_no_extra_models(
             await makes_more(hand, 1.0, 1.0, 1.0)
         assert proxy.cut_replies == 1
     assert list((await hand.ledger.kept()).values()) == [4, 5, 6]
-
-
-async def test_updater_leads_even_in_a_full_redis(make: Any, hand: Hand, client: Client) -> None:
-    await makes(hand, make(), 1.0)
-    async with full(client):
-        updater = make()
-        async with running(updater, context()):
-            await wait_until(lambda: updater._lease.number and updater._recorder.head)

@@ -11,7 +11,7 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.core.errors import ConfigError
-from fedstream.core.records import End as Ended
+from fedstream.core.records import End as EndedTasks
 from fedstream.core.records import Head
 from fedstream.journal import segments
 from fedstream.updater.loop import Loop
@@ -72,12 +72,7 @@ async def test_without_weights_adopting_continues_from_redis_newer_version(
 
 @pytest.mark.parametrize("remembered", [1, 100])
 async def test_journalled_updates_are_not_recorded_again_after_adopting(
-    make: Any,
-    hand: Hand,
-    end: End,
-    folder: Path,
-    remembered: int,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, hand: Hand, end: End, folder: Path, remembered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was in memory or in the index."""
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", remembered)
@@ -105,9 +100,9 @@ async def test_unjournalled_decisions_are_undone_by_adopting(
     real, adopted = Recovery.adopt, list[RunState | None]()
 
     async def adopt(recovery: Recovery, state: RunState, ahead: Head) -> RunState | None:
-        state.ends.add(Ended("found again", "1", "applied"))
+        state.ends.add(EndedTasks("found again", "1", "applied"))
         for task, record in (("found again", None), ("new", records(folder)[0])):
-            end = Ended(task, "1", "applied")
+            end = EndedTasks(task, "1", "applied")
             updater._loop.unwritten.append(Change("1-0", record, (), state.progress, end=end))
             state.ends.decide(updater._loop.unwritten[-1])
         adopted.append(await real(recovery, state, ahead))

@@ -23,15 +23,11 @@ from tests.updater.journalled import fails, held, reasons, records
 from tests.updater.vectors.twin import (
     ADAM,
     AFA_CS,
-    BOTH,
-    FIRST,
     SCAFFOLD,
-    SECOND,
     M,
     Twin,
     as_the_twin,
     come,
-    files,
     handed_out,
     handed_out_as,
     on_disk,
@@ -65,22 +61,6 @@ async def test_updater_killed_between_checkpoints_gives_the_same_bits(
     with Replayer(folder) as replayer:
         made = {m.version: m.model.digest() for m in replayer if m.identical}
     assert made == {n: digest for n, digest in twin.digests.items() if n}
-
-
-@BOTH
-async def test_vectors_of_silent_devices_outlive_deleted_segments(
-    make: Any, hand: Hand, folder: Path, rule: Strategy, twin: Twin
-) -> None:
-    few = {"segment_versions": 1, "keep_segments": 2}
-    async with running(make(rule, **few), context()):
-        await hand.join()
-        await come(hand, twin, 7, 8, *[0, 1] * 8)
-        await wait_until(lambda: len(files(folder)) == 2)
-    assert files(folder).isdisjoint({FIRST, SECOND})
-    assert same(on_disk(folder), twin.vectors)
-    async with running(make(rule, **few), context()):
-        await come(hand, twin, 7, 8)  # at last: their vectors matter now
-    await as_the_twin(hand, twin)
 
 
 async def test_number_of_devices_cannot_change_on_restart(make: Any, hand: Hand) -> None:
