@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from fedstream.broker.client import RedisSettings
 from fedstream.core.errors import ConfigError
 from fedstream.device.address import GatewayAddress
-from fedstream.device.process import live
+from fedstream.device.process import run_device
 from fedstream.operate.enrolment import invite
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
@@ -43,7 +43,7 @@ async def lives(place: Place, hand: Hand, options: Options, **changes: Any) -> N
     """A device enrols and takes part until it has answered a task."""
     made = await invite(hand.client, hand.keys, SITE, [7], seconds=60)
     told = options(address=GatewayAddress(place.url), invite=made.invites[7], **changes)
-    await live(told, lambda _line: None, lambda _what: None)
+    await run_device(told, lambda _line: None, lambda _what: None)
 
 
 class Wider(Steps):

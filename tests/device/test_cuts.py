@@ -19,7 +19,7 @@ from fedstream.core.formats import F32
 from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
 from fedstream.device.address import GatewayAddress
-from fedstream.device.process import live
+from fedstream.device.process import run_device
 from fedstream.operate.enrolment import invite
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import ConnectionLimit
@@ -135,7 +135,7 @@ async def test_cut_upload_of_44_mb_sends_less_than_a_chunk_again_for_each_cut(
         told = options(
             address=GatewayAddress(line.url), invite=made.invites[DEVICE], load=lambda: task
         )
-        life = asyncio.create_task(live(told, lambda _line: None, lambda _what: None))
+        life = asyncio.create_task(run_device(told, lambda _line: None, lambda _what: None))
         await owned_by(hand, DEVICE, "gw-0")
         await hand.open(device=DEVICE)
         await wait_until(lambda: line.downs == [] or life.done())

@@ -7,7 +7,7 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from fedstream.core.formats import format_of
 from fedstream.core.messages import Sends
-from fedstream.device.process import live
+from fedstream.device.process import run_device
 from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
@@ -62,7 +62,7 @@ async def test_device_sends_what_a_trainer_sends(
             upload = (await answers(hand, count))[-1]
         trainers = await hand.client.call("HGET", hand.keys.update(upload.blob), 0)
         offer = gateway.offer(x_tau, task=asked.task, steps=H, format=name, sends=sends)
-        await live(options(), lambda _line: None, lambda _what: None)
+        await run_device(options(), lambda _line: None, lambda _what: None)
         sent = gateway.sent[offer.attempt]
         assert bytes(sent.data) == trainers
         mine, theirs = sent.report.model_dump(exclude={"seconds"}), upload.model_dump()

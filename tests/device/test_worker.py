@@ -16,7 +16,7 @@ from fedstream.core.layout import Model
 from fedstream.device.address import GatewayAddress
 from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import DeviceFolder
-from fedstream.device.process import DeviceOptions, live
+from fedstream.device.process import DeviceOptions, run_device
 from fedstream.device.uploads import UpdateUpload
 from fedstream.protocol.messages import Advice, Receipt
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
@@ -46,7 +46,7 @@ async def test_device_enrols_trains_and_uploads(
     gateway: FakeGateway, options: Options, model: Model, task: Steps, said: list[str]
 ) -> None:
     offer = gateway.offer(model)
-    await live(options(), said.append, nothing)
+    await run_device(options(), said.append, nothing)
     sent = gateway.sent[offer.attempt]
     assert bytes(sent.data) == trained(task, model).buffer.tobytes()
     report = sent.report
@@ -62,7 +62,7 @@ async def test_update_has_a_digest_like_the_models(
 ) -> None:
     gateway.digests = "blake3"
     offer = gateway.offer(model)
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     report = gateway.sent[offer.attempt].report
     assert report.base == model.digest("blake3")
     assert report.digest == trained(task, model).digest("blake3")
@@ -72,9 +72,9 @@ async def test_second_start_needs_no_invite_and_no_second_download(
     gateway: FakeGateway, options: Options, model: Model, said: list[str]
 ) -> None:
     gateway.offer(model)
-    await live(options(), said.append, nothing)
+    await run_device(options(), said.append, nothing)
     gateway.offer(model, task="task-2")
-    await live(options(invite=None), said.append, nothing)
+    await run_device(options(invite=None), said.append, nothing)
     assert len(gateway.sent) == 2
     assert gateway.asked.count("POST /v1/devices") == 1
     assert sum(one.startswith("GET /v1/models/") for one in gateway.asked) == 1
@@ -87,12 +87,12 @@ async def test_gateway_that_forgot_the_device_takes_a_new_invite(
     gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
 ) -> None:
     gateway.offer(model)
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     gateway.keys.clear()  # such as with a new Redis
     with pytest.raises(TurnedAway, match="unknown device"):
-        await live(options(invite=None), nothing, nothing)
+        await run_device(options(invite=None), nothing, nothing)
     gateway.offer(model, task="task-2")
-    await live(options(), said.append, nothing)
+    await run_device(options(), said.append, nothing)
     assert said[0] == "enrolled as device 7 of run demo"
 
 
@@ -101,12 +101,12 @@ async def test_run_that_was_made_anew_gets_nothing_that_was_unsent_in_the_one_be
 ) -> None:
     """Its name is the same, and the device's number."""
     gateway.offer(model, format="int4", sends="delta")
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     folder, count = DeviceFolder(tmp_path / "state"), model.layout.parameters
     assert folder.unsent(count) is not None
     gateway.keys.clear()
     gateway.over = True
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     assert folder.unsent(count) is None
 
 
@@ -114,12 +114,12 @@ async def test_gateway_at_another_address_knows_the_key_but_what_was_unsent_is_f
     gateway: FakeGateway, options: Options, model: Model, said: list[str], tmp_path: Path
 ) -> None:
     gateway.offer(model, format="int4", sends="delta")
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     folder, count = DeviceFolder(tmp_path / "state"), model.layout.parameters
     assert folder.unsent(count) is not None
     elsewhere = GatewayAddress(options().address.url.replace("127.0.0.1", "localhost"))
     gateway.over = True
-    await live(options(address=elsewhere, invite=None), said.append, nothing)
+    await run_device(options(address=elsewhere, invite=None), said.append, nothing)
     assert said == ["device 7 of run demo", "the run is over"]
     assert folder.unsent(count) is None, "it may be another run's gateway"
     known = folder.identity()
@@ -129,19 +129,19 @@ async def test_gateway_at_another_address_knows_the_key_but_what_was_unsent_is_f
 
 async def test_without_invite_it_says_what_is_missing(options: Options) -> None:
     with pytest.raises(ConfigError, match=r"is not enrolled at http://.*: pass the invite"):
-        await live(options(invite=None), nothing, nothing)
+        await run_device(options(invite=None), nothing, nothing)
 
 
 async def test_refused_invite_ends_it(gateway: FakeGateway, options: Options) -> None:
     with pytest.raises(TurnedAway, match=r"refused the invite: it is invite \(invite\)"):
-        await live(options(invite="A" * 22), nothing, nothing)
+        await run_device(options(invite="A" * 22), nothing, nothing)
 
 
 async def test_run_over_ends_it_in_order(
     gateway: FakeGateway, options: Options, said: list[str]
 ) -> None:
     gateway.over = True
-    await live(options(once=False), said.append, nothing)
+    await run_device(options(once=False), said.append, nothing)
     assert said[-1] == "the run is over"
 
 
@@ -150,7 +150,7 @@ async def test_task_of_another_device_is_not_done(
 ) -> None:
     gateway.offer(model, device=8)
     with pytest.raises(FedstreamError, match="offers a task of device 8 to device 7"):
-        await live(options(), nothing, nothing)
+        await run_device(options(), nothing, nothing)
     assert not any("/v1/models/" in one for one in gateway.asked)
 
 
@@ -159,7 +159,7 @@ async def test_refused_update_is_said_with_its_reason(
 ) -> None:
     gateway.offer(model)
     gateway.receipts["task-1"] = [Receipt(state="refused", reason="norm too large")]
-    await live(options(), said.append, nothing)
+    await run_device(options(), said.append, nothing)
     assert said[-1].startswith("task task-1: refused (norm too large): ")
 
 
@@ -173,7 +173,7 @@ async def test_device_that_waits_long_says_so_once(
     now = count(start=0, step=40)  # seconds, one look at the clock to the next
     clock = SimpleNamespace(monotonic=lambda: next(now))
     monkeypatch.setattr("fedstream.device.worker.time", clock)
-    life = asyncio.create_task(live(options(), said.append, nothing))
+    life = asyncio.create_task(run_device(options(), said.append, nothing))
     await wait_until(lambda: len(gateway.check_ins) > 4)
     offer = gateway.offer(model)
     await life
@@ -187,7 +187,7 @@ async def test_update_of_a_format_that_changed_is_dropped_and_the_task_done_anew
 ) -> None:
     offer = gateway.offer(model)
     gateway.fails("POST", "/v1/tasks/task-1/updates/", status=422, reason="format")
-    life = asyncio.create_task(live(options(once=False), said.append, nothing))
+    life = asyncio.create_task(run_device(options(once=False), said.append, nothing))
     await wait_until(lambda: gateway.sent or life.done())
     gateway.over = True
     await life
@@ -202,7 +202,7 @@ async def test_device_whose_updates_are_always_turned_away_ends(
     for _ in range(6):
         gateway.fails("POST", "/v1/tasks/task-1/updates/", status=422, reason="format")
     with pytest.raises(TurnedAway, match="format"):
-        await live(options(once=False), said.append, nothing)
+        await run_device(options(once=False), said.append, nothing)
     assert len(gateway.faults) == 1, "after five"
     assert DeviceFolder(tmp_path / "state").update() is None
 
@@ -217,7 +217,7 @@ async def test_told_to_stop_it_gives_its_task_up(
 ) -> None:
     gateway.offer(model, steps=100)
     task.begins(hold=2)
-    life = asyncio.create_task(live(options(), said.append, nothing))
+    life = asyncio.create_task(run_device(options(), said.append, nothing))
     await wait_until(task.held)
     life.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -239,7 +239,7 @@ async def test_stopped_without_a_gateway_it_still_ends(
     monkeypatch.setattr("fedstream.device.worker._GOODBYE_S", 0.05)
     gateway.offer(model, steps=100)
     task.begins(hold=2)
-    life = asyncio.create_task(live(options(), said.append, nothing))
+    life = asyncio.create_task(run_device(options(), said.append, nothing))
     await wait_until(task.held)
     for _ in range(1000):
         gateway.fails("POST", "/v1/tasks/task-1/give-up", status=503)
@@ -255,7 +255,7 @@ async def test_heartbeat_that_says_stop_ends_training(
     gateway: FakeGateway, options: Options, model: Model, task: Steps, said: list[str], why: str
 ) -> None:
     gateway.offer(model, heartbeat_s=0.005, steps=1_000_000)
-    life = asyncio.create_task(live(options(), said.append, nothing))
+    life = asyncio.create_task(run_device(options(), said.append, nothing))
     await wait_until(lambda: gateway.beats > 3 and task.steps > 3)
     gateway.offers.clear()
     gateway.advice = Advice(go_on=False, why=why)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ async def test_passed_deadline_gives_the_task_up(
     offer = gateway.offer(model, steps=1_000_000)
     late = offer.task.model_copy(update={"left_s": 0.0})
     gateway.offers[0] = offer.model_copy(update={"task": late})
-    life = asyncio.create_task(live(options(), said.append, nothing))
+    life = asyncio.create_task(run_device(options(), said.append, nothing))
     await wait_until(lambda: gateway.given_up)
     assert gateway.given_up == [("task-1", "deadline passed")]
     gateway.offer(model, task="task-2")
@@ -297,7 +297,9 @@ async def test_task_that_raises_is_given_up_and_the_next_is_done(
     gateway.layout = own.layout
     for name in ("task-1", "task-2", "task-3"):
         gateway.offer(x, task=name)
-    life = asyncio.create_task(live(options(load=lambda: task, once=False), said.append, nothing))
+    life = asyncio.create_task(
+        run_device(options(load=lambda: task, once=False), said.append, nothing)
+    )
     await wait_until(lambda: gateway.sent)
     gateway.over = True
     await life
@@ -316,7 +318,7 @@ async def test_device_whose_task_always_raises_ends(gateway: FakeGateway, option
     for n in range(6):
         gateway.offer(x, device=9, task=f"task-{n}")
     with pytest.raises(FedstreamError, match="raised 5 times in a row, the last time ValueError"):
-        await live(options(load=lambda: task, invite="B" * 22, once=False), nothing, nothing)
+        await run_device(options(load=lambda: task, invite="B" * 22, once=False), nothing, nothing)
     assert gateway.given_up == [(f"task-{n}", "raised ValueError") for n in range(5)]
 
 
@@ -330,7 +332,7 @@ async def test_once_an_error_of_the_task_is_the_commands(
     gateway.offer(x, device=9)
     gateway.invites = {"B" * 22: 9}
     with pytest.raises(FedstreamError, match=r"the task raised ValueError at .*device 9 is broken"):
-        await live(options(load=lambda: task, invite="B" * 22), nothing, nothing)
+        await run_device(options(load=lambda: task, invite="B" * 22), nothing, nothing)
 
 
 async def test_device_without_data_says_so_and_ends(
@@ -342,7 +344,7 @@ async def test_device_without_data_says_so_and_ends(
 
     gateway.offer(model)
     with pytest.raises(DataError, match="device 7 has no data"):
-        await live(options(load=Empty), nothing, nothing)
+        await run_device(options(load=Empty), nothing, nothing)
     assert gateway.given_up == [("task-1", "raised DataError")]
 
 
@@ -351,7 +353,7 @@ async def test_another_model_than_the_runs_ends_it(
 ) -> None:
     gateway.offer(model, layout="0" * 64)
     with pytest.raises(LayoutMismatch, match=r"the run's model is another: name the task \(--task"):
-        await live(options(), nothing, nothing)
+        await run_device(options(), nothing, nothing)
     assert gateway.given_up == [("task-1", "raised LayoutMismatch")]
 
 
@@ -360,7 +362,7 @@ async def test_device_that_drops_out_on_purpose_gives_up(
 ) -> None:
     gateway.offer(model)
     drops = DeviceSettings(dropout=1.0, latency=FixedLatency(mean_s=0.01))
-    life = asyncio.create_task(live(options(devices=drops), said.append, nothing))
+    life = asyncio.create_task(run_device(options(devices=drops), said.append, nothing))
     await wait_until(lambda: gateway.given_up)
     assert gateway.given_up == [("task-1", "dropped out")]
     gateway.over = True
@@ -374,7 +376,7 @@ async def test_folder_serves_one_process(
         DeviceFolder(tmp_path / "state").occupied(),
         pytest.raises(FedstreamError, match="another process is this device"),
     ):
-        await live(options(), nothing, nothing)
+        await run_device(options(), nothing, nothing)
     assert gateway.asked == []
 
 
@@ -397,7 +399,7 @@ async def killed_in(owner: type, name: str, options: DeviceOptions, *, done: boo
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner, name, kill)
         with pytest.raises(Killed):
-            await live(options, nothing, nothing)
+            await run_device(options, nothing, nothing)
 
 
 @pytest.fixture
@@ -420,7 +422,7 @@ async def test_killed_in_training_it_goes_on_where_it_was_saved(
     await killed_in(DeviceFolder, "keep_work", options(save_s=6.0), done=True)
     before = task.steps
     assert 0 < before < 20
-    await live(options(save_s=6.0), nothing, nothing)
+    await run_device(options(save_s=6.0), nothing, nothing)
     assert task.steps == 20, "no step was taken twice"
     assert bytes(gateway.sent[offer.attempt].data) == whole.buffer.tobytes()
     report = gateway.sent[offer.attempt].report
@@ -439,7 +441,7 @@ async def test_work_of_another_task_is_not_resumed(
     gateway.offers.clear()
     offer = gateway.offer(model, task="task-2", steps=4)
     task.begins()
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     assert task.steps == 4
     whole = trained(task, model, name="task-2", steps=4)
     assert bytes(gateway.sent[offer.attempt].data) == whole.buffer.tobytes()
@@ -453,7 +455,7 @@ async def test_killed_while_uploading_it_sends_the_rest_without_training(
     await killed_in(UpdateUpload, "receipt", options())
     assert task.steps == 3
     gateway.over = True  # no new task: the old one is delivered first
-    await live(options(once=False), said.append, nothing)
+    await run_device(options(once=False), said.append, nothing)
     assert task.steps == 3
     assert gateway.sent[offer.attempt].complete
     assert said[1].startswith("task task-1: admitted: ")
@@ -465,7 +467,7 @@ async def test_stopped_before_a_left_update_is_delivered_it_keeps_it(
     gateway.offer(model)
     await killed_in(UpdateUpload, "receipt", options())
     gateway.fails("HEAD", "/v1/tasks/", status=503, headers={"Retry-After": "3000"})
-    life = asyncio.create_task(live(options(), said.append, nothing))
+    life = asyncio.create_task(run_device(options(), said.append, nothing))
     await wait_until(lambda: not gateway.faults)
     life.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -485,7 +487,7 @@ async def test_update_that_nobody_knows_any_more_is_dropped(
     await killed_in(UpdateUpload, "receipt", options())
     gateway.offers.clear()
     gateway.over = True
-    await live(options(once=False), said.append, nothing)
+    await run_device(options(once=False), said.append, nothing)
     assert said[1:] == ["task task-1: the gateway does not know it any more", "the run is over"]
     assert DeviceFolder(tmp_path / "state").update() is None
 
@@ -499,7 +501,7 @@ async def _updates(gateway: FakeGateway, options: Options, model: Model, count: 
         gateway.offer(model, task=f"task-{n}", format="int4", sends="delta") for n in range(count)
     ]
     for _ in offers:
-        await live(options(), nothing, nothing)
+        await run_device(options(), nothing, nothing)
     return [bytes(gateway.sent[one.attempt].data) for one in offers]
 
 
@@ -530,7 +532,7 @@ async def test_refused_update_leaves_what_was_unsent_before(
     assert before.any()
     gateway.receipts["task-r"] = [Receipt(state="refused", reason="too stale")]
     gateway.offer(model, task="task-r", format="int4", sends="delta")
-    await live(options(), nothing, nothing)
+    await run_device(options(), nothing, nothing)
     after = folder.unsent(count)
     assert after is not None
     np.testing.assert_array_equal(before, after)
@@ -542,6 +544,6 @@ async def test_in_doubt_nothing_is_fed_back_and_the_device_says_so(
     await _updates(gateway, options, model, 1)
     gateway.offer(model, task="task-d", format="int4", sends="delta")
     gateway.fails("POST", "/v1/tasks/task-d/updates", status=404, reason="unknown task")
-    await live(options(), said.append, nothing)
+    await run_device(options(), said.append, nothing)
     assert DeviceFolder(tmp_path / "state").unsent(model.layout.parameters) is None
     assert any("what int4 left unsent is lost" in line for line in said)
