@@ -379,7 +379,7 @@ class Client:
         return None
 
     async def _new(self, seconds: float, once: _Elsewhere | None = None) -> tuple[Link, float]:
-        """Connect within so many seconds; return how many are left.
+        """Connect within ``seconds``; return the link and the seconds left.
 
         ``once``: a node for one exchange, instead of the current one.
         """

@@ -112,7 +112,7 @@ class Connection:
             connector=aiohttp.TCPConnector(limit=4, keepalive_timeout=_IDLE_S),
             auto_decompress=False,  # digests cover the sent bytes
             headers={"User-Agent": "fedstream-device", "Accept-Encoding": "identity"},
-            trust_env=False,  # which would also send what ~/.netrc says of the host
+            trust_env=False,  # True would also send credentials of ~/.netrc
         )
         return self
 

@@ -3,8 +3,8 @@
     device.json   its number, and for which run, gateway and key
     models/       the newest model that was downloaded, not compressed, by its digest
     work          the workspace of a task whose training was interrupted
-    update        an update on its way to the gateway, with what it left unsent
-    unsent        what the last update that arrived left unsent
+    update        an update on its way to the gateway, with its error feedback
+    unsent        the error feedback of the last update that arrived
 
 Files are replaced as a whole and begin with a checksum. A file damaged by a power cut counts as
 missing, because its content can be obtained again.

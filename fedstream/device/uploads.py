@@ -130,7 +130,7 @@ class UpdateUpload:
         if reply.status == 204:
             complete = reply.headers.get(names.COMPLETE.lower()) == as_boolean(True)
             self._offset = len(self._data) if complete else self._counted(reply)
-        elif reply.status == 410:  # over: its end, sent again, is answered by what became of it
+        elif reply.status == 410:  # finished: sending its end again returns the outcome
             self._offset = len(self._data)
         elif reply.status == 404:
             self._offset = None

@@ -351,7 +351,7 @@ class LocalRun:
         request, subject, history = self._request, self._subject, self._observer.history
         try:
             view, model = await results.last_state(self._client, self._observer, self._display.say)
-            with suppress(FedstreamError):  # without Redis, which has been said
+            with suppress(FedstreamError):  # Redis is unreachable, already reported
                 await self._trackers.look(view, time.monotonic(), again=True)
         finally:
             await self._client.close()

@@ -261,7 +261,7 @@ def _merge(below: _Tree, above: _Tree, types: list[object], *, recorded: bool) -
 
 
 def _items(node: _Tree | _Leaf | None) -> _Tree:
-    """A list as the beginning of a table that adds items to it; empty for anything else."""
+    """Return the table that appends to the list ``node``; an empty table for any other node."""
     return {_ITEMS: node} if isinstance(node, _Leaf) and isinstance(node.value, list) else {}
 
 

@@ -174,7 +174,7 @@ async def test_more_bytes_than_offered_are_not_kept(
     wait = store._gateway.connection.wait
 
     async def mended(trouble: object) -> None:
-        assert "more bytes of the model than it said" in str(trouble)
+        assert "more bytes of the model than announced" in str(trouble)
         gateway.models[offered.digest] = right
         await wait(trouble)  # type: ignore[arg-type]
 

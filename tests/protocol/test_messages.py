@@ -147,8 +147,8 @@ def test_schemas_describe_the_messages(body: type[Body]) -> None:
         (Offer, {"attempt": 123456789012}, "attempt"),
         (Offer, {"task": {**OFFER["task"], "id": "a/b"}}, "task.id"),
         (Offer, {"model": {**OFFER["model"], "url": "https://elsewhere/"}}, "model.url"),
-        (Advice, {"go_on": True}, "why says why not"),
-        (Advice, {"why": None}, "why says why not"),
+        (Advice, {"go_on": True}, "why must give the reason to stop"),
+        (Advice, {"why": None}, "why must give the reason to stop"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(
