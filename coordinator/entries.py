@@ -166,7 +166,10 @@ class Entries:
         factor = self._settings.lr_factor
         if self._lr_of is None or not factor or not upload.lr > 0:
             return ""
-        usual = self._lr_of(upload.device, upload.tau)
+        try:
+            usual = self._lr_of(upload.device, upload.tau)
+        except Exception:  # a schedule has no rate, or raises, for the version that a site names
+            return reasons.LEARNING_RATE
         return "" if usual / factor <= upload.lr <= usual * factor else reasons.LEARNING_RATE
 
     async def _judged(self, answer: Upload | GiveUp) -> tuple[tuple[int, int] | None, str]:

@@ -292,6 +292,13 @@ def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
     return sizes
 
 
+def minibatches_in(samples: int, solver: SolverSettings) -> int:
+    """The number of minibatches that covers as many samples as there are."""
+    if solver.sampling == "fresh" or samples > _MOST_SHUFFLED:
+        return math.ceil(samples / min(solver.batch_size or samples, samples))
+    return len(pass_sizes(samples, solver)) if samples else 0
+
+
 class Minibatches:
     """An endless sequence of minibatches, as row numbers.
 
@@ -307,8 +314,7 @@ class Minibatches:
         is_single = solver.sampling == "fresh" or self._drawn
         self._sizes = [self._size] if is_single else pass_sizes(samples, solver)
         self._used = sum(self._sizes)
-        self.epoch = math.ceil(samples / self._size) if is_single else len(self._sizes)
-        """the number of minibatches that covers as many samples as there are"""
+        self.epoch = minibatches_in(samples, solver)
         self._generator = torch.Generator().manual_seed(seed)
         self._shuffle()
 
@@ -321,6 +327,8 @@ class Minibatches:
         """Resume at a ``place``."""
         _restore(self._generator, state)
         self._shuffle()
+        if taken > len(self._pass):
+            raise BadMessage(f"the workspace stopped in minibatch {taken} of {len(self._pass)}")
         self._taken = taken
 
     def next(self) -> torch.Tensor:

@@ -29,7 +29,7 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
-from fedstream.trainer.goals import Goals, Stopping, StopSettings, Swings, goal_of
+from fedstream.trainer.goals import Goals, Stopping, StopSettings, Swings, goal_of, is_over_devices
 from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Evaluator:
         self._ledger = EvaluatorLedger(self._client, keys, name)
         self._models = Reader(self._client, {keys.models: "0"})
         self._measured: int | None = None  # the last measured version
+        self._created: float | None = None  # when the run began that is being measured
         self._ends = ""  # why the last measurement of an earlier evaluator ends the run
         self._lacks_spread = False  # measured without devices
 
@@ -169,7 +170,6 @@ class Evaluator:
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.to_thread(self._prepare)
         loaded = True
-        await self._remember()
         if not self._measures:
             context.log.info("nothing to measure: the task has no test data")
         try:
@@ -188,18 +188,23 @@ class Evaluator:
         self._learning = self._load()
         data = self._learning.test_data()
         self._data: Dataset[object] | None = data if data is None else placed(data, place)
-        self._swings = Swings(self._learning.goal)
-        self._stopping = Stopping(self._stop, self._learning.goal)
+        Stopping(self._stop, self._learning.goal)  # raises
         self._module: nn.Module = untrained(self._learning).to(place)
         self._layout = layout_of(self._module)
 
-    async def _remember(self) -> None:
-        """Take in the measurements that an evaluator before this one told.
+    async def _begin(self, run: Run) -> None:
+        """Begin with a run, and the measurements of it that an earlier evaluator told.
 
-        It may have died before it ended the run.
+        That evaluator may have died before it ended the run.
         """
-        if self._stop is None or self._stop.patience is None:
-            return
+        goals = self._learning.goal
+        self._swings, self._stopping = Swings(goals), Stopping(self._stop, goals)
+        self._measured, self._lacks_spread, self._ends = None, False, ""
+        if self._stop is not None and self._stop.patience is not None:
+            await self._remember()
+        self._created = run.created
+
+    async def _remember(self) -> None:
         events = Reader(self._client, {self._keys.events: "0"})
         while found := await events.read(count=1000, block_ms=1):
             for entry in found[self._keys.events]:
@@ -208,6 +213,9 @@ class Evaluator:
                     if event.metrics and event.version is not None:
                         self._ends = self._stopping.add(event.metrics, event.version)
                         self._measured = event.version
+                        self._lacks_spread = self._settings.per_device == "last" and not any(
+                            map(is_over_devices, event.metrics)
+                        )
 
     async def _step(self) -> None:
         """Evaluate the newest version if it is due, else wait for the next."""
@@ -217,6 +225,8 @@ class Evaluator:
         except NoRun:
             await self._models.read(count=1000)  # from the first version on
             return
+        if run.created != self._created:
+            await self._begin(run)
         if self._ends and run.state != "finished":
             await self._ledger.finish(self._ends)
         self._ends = ""

@@ -142,6 +142,8 @@ class Stopping:
             self._goal = goal
         self._best: tuple[float, int] | None = None  # value, version
         self._waited = 0  # measurements since
+        # The last measurement's version, and best and waited before it: it may come again.
+        self._last: tuple[int, tuple[float, int] | None, int] | None = None
 
     def why(self, metrics: Mapping[str, float], version: int) -> str:
         """Why the run ends with this measurement; '' if it goes on."""
@@ -151,16 +153,21 @@ class Stopping:
         name, value = settings.metric, metrics[settings.metric]
         if settings.target is not None and reaches(value, settings.target, goal):
             return f"{name} {value:.4f} at version {version}"
-        if settings.patience is None or self._best is None or self._is_best(value):
+        if settings.patience is None or self._is_best(value):
             return ""
         if self._waited + 1 < settings.patience:
             return ""
+        if self._best is None:
+            return f"no finite {name} in {settings.patience} measurements, at version {version}"
         best, at = self._best
         measurements = f"{settings.patience} measurements after version {at}"
         return f"{name} not better than {best:.4f} in {measurements}, at version {version}"
 
     def add(self, metrics: Mapping[str, float], version: int) -> str:
-        """Take the next measurement: as :meth:`why`."""
+        """Take the next measurement, or the last one again: as :meth:`why`."""
+        if self._last is not None and self._last[0] == version:
+            _, self._best, self._waited = self._last
+        self._last = version, self._best, self._waited
         found = self.why(metrics, version)
         if self._settings is not None and self._settings.metric in metrics:
             value = metrics[self._settings.metric]

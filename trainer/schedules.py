@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedstream.runtime.config import NamedSettings, table_of
 from fedstream.runtime.plugins import OneOf, Registry
 
 Share = Annotated[float, Field(gt=0, le=1)]
+_LEAST = 1e-30  # a rate above 0, however many versions there are
 Versions = Annotated[int, Field(ge=1)]
 
 
@@ -51,7 +52,7 @@ class StepRate(Schedule):
     factor: Share = 0.5
 
     def __call__(self, tau: int) -> float:
-        return float(self.factor ** (tau // self.every))
+        return max(float(self.factor ** (tau // self.every)), _LEAST)
 
 
 class LinearRate(Schedule):
@@ -62,10 +63,16 @@ class LinearRate(Schedule):
     end: Share = 0.01
     warmup: Annotated[int, Field(ge=0)] = 0
 
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.warmup >= self.versions:
+            raise ValueError(f"warmup = {self.warmup} must be below versions = {self.versions}")
+        return self
+
     def __call__(self, tau: int) -> float:
         if tau < self.warmup:
             return (tau + 1) / (self.warmup + 1)
-        passed = min(1.0, (tau - self.warmup) / max(1, self.versions - self.warmup))
+        passed = min(1.0, (tau - self.warmup) / (self.versions - self.warmup))
         return self.end + (1.0 - self.end) * self.left(passed)
 
     def left(self, passed: float) -> float:

@@ -273,6 +273,8 @@ class Recovery:
         ended, counts = await self.ledger.ended(), (await self.ledger.tally()).counts
         # The devices' vectors are still valid; a batch begins anew.
         vectors = await self._recalled(run, vectors)
+        if vectors is None and (lost := self.rule.vector_names):
+            self.context.log.warning("the optimizer's vectors are lost", vectors=lost)
         memory = Memory(devices=vectors)
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
@@ -367,9 +369,9 @@ class Recovery:
             )
         if was.vector_names != now.vector_names:
             raise ConfigError(
-                f"strategy.server: run {self.keys.name!r} was created with an optimizer that keeps "
-                f"{_listed(was.vector_names)}, not {_listed(now.vector_names)}: name the same "
-                "optimizer again, or use another run.name and journal.dir"
+                f"strategy.server: run {self.keys.name!r} keeps the vectors of another optimizer "
+                f"({_listed(was.vector_names)}, not {_listed(now.vector_names)}): name the "
+                "same optimizer again, or use another run.name and journal.dir"
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:

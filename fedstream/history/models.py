@@ -31,7 +31,7 @@ from fedstream.journal import (
     opened,
 )
 from fedstream.journal.inspection import Move, moves
-from fedstream.journal.rebuild import Rebuild
+from fedstream.journal.rebuild import Rebuild, rule_of
 from fedstream.journal.records import is_used
 from fedstream.journal.updates import update_of
 
@@ -72,7 +72,8 @@ class JournalModels:
         self._chain = list(cuts(chain))
         self.head = chain[-1].head
         self.layout: Layout = chain[-1].layout
-        fit = memory // (2 * self.layout.nbytes + _BESIDES)
+        models = 2 + len(rule_of(chain[-1]).vector_names)  # of a copy: the model, the sum, vectors
+        fit = memory // (models * self.layout.nbytes + _BESIDES)
         self._most = fit if fit > 1 else 0
         versions = chain[-1].standing.version + _SEGMENT - chain[0].standing.version
         # Some of those that fit are near where somebody looks, at any version.

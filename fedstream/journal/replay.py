@@ -354,7 +354,11 @@ class Replayer:
                 goes_on = self._beside or bases is not None
                 start = _copied(was.progress) if goes_on else was.progress
                 rule = self._rule(segment)
-                if type(rule) is not type(was.strategy):  # it can't use another rule's memory
+                # A rule can't use another's memory, nor an optimizer another's vectors.
+                if (type(rule), rule.vector_names) != (
+                    type(was.strategy),
+                    was.strategy.vector_names,
+                ):
                     start = replace(start, state=replace(start.state, memory=Memory()), held=())
                 what_if = WhatIf(rule, was.strategy, start, self._without)
                 was = was if goes_on else None

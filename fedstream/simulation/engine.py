@@ -29,8 +29,9 @@ from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver,
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.trainer.descent import minibatches_in
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
-from fedstream.trainer.solvers import Cancelled
+from fedstream.trainer.solvers import Cancelled, SolverSettings
 from fedstream.trainer.task import declared_goals
 from fedstream.updater import refusals
 
@@ -239,12 +240,12 @@ class _Cost:
     gradients: int = 0
     epochs: float = 0.0
 
-    def add(self, update: Contribution, batch: int | None) -> None:
-        """Count an update in a version; ``batch``: size of its minibatches."""
+    def add(self, update: Contribution, solver: SolverSettings) -> None:
+        """Count an update in a version, and the passes that its solver made over the data."""
         self.used += 1
         self.gradients += update.steps
         # a user's own train() may report 0 samples
-        self.epochs += update.steps / max(1, math.ceil(update.samples / (batch or math.inf)))
+        self.epochs += update.steps / (minibatches_in(update.samples, solver) or 1)
 
 
 class _Simulation:
@@ -551,7 +552,7 @@ class _Simulation:
             self._digest = state.model.digest_like(self._digest)
         self._models.publish(state, self._digest)
         for update in updates:
-            self._cost.add(update, self._training.solver(update.device, update.tau).batch_size)
+            self._cost.add(update, self._training.solver(update.device, update.tau))
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
 from fedstream.trainer.data import has_default_collate
-from fedstream.trainer.descent import pass_sizes
+from fedstream.trainer.descent import minibatches_in, pass_sizes
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained
 from fedstream.trainer.task import Task
 
@@ -193,10 +193,7 @@ class StackedTraining:
     def _steps(self, job: Job) -> int:
         """Number of steps of a job."""
         samples = self._rows.sizes[job.arrival.device]
-        if self._solver.sampling == "fresh":
-            epoch = math.ceil(samples / _batch(samples, self._solver))
-        else:
-            epoch = len(pass_sizes(samples, self._solver))
+        epoch = minibatches_in(samples, self._solver)
         return job.arrival.steps or (job.arrival.epochs or 0) * epoch
 
     def _part(self, jobs: Sequence[Job], steps: Sequence[int]) -> list[Trained]:

@@ -24,7 +24,7 @@ from fedstream.strategies.vectors import DeviceVectors
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-_FIRST, _SECOND = "first moment", "second moment"
+_LARGEST = np.finfo(np.float32).max
 
 
 class Sgd(Section):
@@ -54,7 +54,14 @@ class Sgd(Section):
 class _Stateful(Section):
     """An optimizer that keeps vectors: :meth:`direction` updates them block by block."""
 
-    vectors: ClassVar[tuple[str, ...]]
+    kind: str
+
+    moments: ClassVar[tuple[str, ...]]
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The names of the vectors that it keeps: no other optimizer's vectors have them."""
+        return tuple(f"{self.kind} {one}" for one in self.moments)
 
     def step(
         self,
@@ -76,7 +83,7 @@ class _Stateful(Section):
         if is_new:
             own[-1][:] = np.float32(self.start)
         share, eta = np.float32(1.0 / n), np.float32(rate)
-        with np.errstate(over="ignore"):  # the square of a delta beyond 1e19: no step there
+        with np.errstate(over="ignore"):  # squares above float32's range count as its largest
             for begin in range(0, x.size, BLOCK):
                 part = slice(begin, begin + BLOCK)
                 way = self.direction(total[part] * share, *(vector[part] for vector in own))
@@ -99,7 +106,7 @@ class Momentum(_Stateful):
     kind: Literal["momentum"] = "momentum"
     beta: Beta = 0.9
 
-    vectors: ClassVar[tuple[str, ...]] = (_FIRST,)
+    moments: ClassVar[tuple[str, ...]] = ("m",)
 
     def direction(self, mean: Floats, *own: Floats) -> Floats:
         """m."""
@@ -128,7 +135,7 @@ class Adagrad(_Stateful):
     beta1: Beta = 0.0
     tau: Positive = 1e-3
 
-    vectors: ClassVar[tuple[str, ...]] = (_FIRST, _SECOND)
+    moments: ClassVar[tuple[str, ...]] = ("m", "v")
 
     @property
     def start(self) -> float:
@@ -139,7 +146,9 @@ class Adagrad(_Stateful):
         """m / (sqrt(v) + tau)."""
         m, v = own
         _decay(m, mean, self.beta1)
-        self.second(v, np.multiply(mean, mean))
+        squares = np.multiply(mean, mean)
+        self.second(v, np.minimum(squares, _LARGEST, out=squares))
+        np.minimum(v, _LARGEST, out=v)
         root = np.sqrt(v)
         np.add(root, np.float32(self.tau), out=root)
         return np.divide(m, root, out=root)

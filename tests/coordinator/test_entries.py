@@ -295,11 +295,22 @@ async def test_rate_far_from_the_configured_one_is_refused_and_never_replaced(
     make: Any, run: Hand, claimed: float, settings: dict[str, Any], is_admitted: bool
 ) -> None:
     """Such as one that a task's own training chose."""
-    service = make(lr_of=lambda device: device / 30, **settings)
+    service = make(lr_of=lambda device, _tau: device / 30, **settings)
     found = await queued_claims(run, service, {}, lr=claimed)
     assert (None if found is None else found.lr) == (claimed if is_admitted else None)
     refused = (await run.ledger.look()).reasons("refused")
     assert refused == ({} if is_admitted else {"learning rate": 1})
+
+
+async def test_rate_is_refused_if_the_schedule_has_none_for_the_claimed_version(
+    make: Any, run: Hand
+) -> None:
+    """A site names the version: no number may end the coordinator."""
+
+    def raises(_device: int, tau: int) -> float:
+        raise ZeroDivisionError(tau)
+
+    assert await queued_claims(run, make(lr_of=raises), {}, lr=0.1) is None
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.5])

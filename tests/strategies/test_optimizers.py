@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from fedstream.core.layout import Model
-from fedstream.strategies import State, Strategy, StrategySettings, Update
+from fedstream.journal.replay import Replayer
+from fedstream.settings.config import read
+from fedstream.simulation import simulate
+from fedstream.strategies import FedBuffSettings, State, Strategy, StrategySettings, Update
 from fedstream.strategies.mixing import BLOCK
 from fedstream.testing import check_strategy
 from tests.support import layout_of, model_of
+from tests.trainer.test_own_solver import Small
 
 SETTINGS: TypeAdapter[Strategy] = TypeAdapter(StrategySettings)
 ETA, TAU = 0.3, 0.02
@@ -118,7 +123,7 @@ def test_a_dropped_round_keeps_its_vectors() -> None:
     now, _ = rule.receive(State(0, model_of(layout)), new, Model(layout))
     vectors = rule.drop_round(now).memory.devices
     assert vectors is not None
-    assert vectors["first moment"].tolist() == [1.0, 2.0]
+    assert vectors["momentum m"].tolist() == [1.0, 2.0]
 
 
 def test_every_block_of_a_large_model_moves() -> None:
@@ -131,13 +136,41 @@ def test_every_block_of_a_large_model_moves() -> None:
     assert now.model.parameters[0] > 0
 
 
-def test_a_square_beyond_float32_stops_its_element_alone() -> None:
-    rule, layout = rule_of("fedbuff", "adam", 1), layout_of(2)
-    delta = model_of(layout, 1e30, 1.0)
-    new = Update(model=delta, tau=0, device=0, samples=1, steps=1, lr=0.1)
-    now, _ = rule.receive(State(0, model_of(layout)), new, Model(layout))
-    assert now.model.parameters[0] == 0
-    assert 0 < now.model.parameters[1] < 1
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "yogi"])
+def test_a_square_beyond_float32_leaves_the_model_finite(kind: str) -> None:
+    """Infinite squares would become NaN with the second one, or stop the element for good."""
+    rule, layout = rule_of("fedbuff", kind, 1), layout_of(2)
+    now = State(0, model_of(layout))
+    for value in (1e30, 1e30, 1e30):
+        delta = model_of(layout, value, 1.0)
+        new = Update(model=delta, tau=now.version, device=0, samples=1, steps=1, lr=0.1)
+        now, _ = rule.receive(now, new, Model(layout))
+        vectors = now.memory.devices
+        assert vectors is not None
+        assert all(np.isfinite(vectors[name]).all() for name in vectors.names)
+    assert np.isfinite(now.model.parameters).all()
+    assert now.model.parameters[1] > 0
+
+
+def test_a_replay_from_a_checkpoint_under_another_optimizer_begins_without_its_vectors(
+    tmp_path: Path,
+) -> None:
+    """Names would be missing, or Adam's mean of gradients would become momentum's sum."""
+    settings = read(
+        None,
+        [
+            "run.versions=8",
+            "journal.segment_versions=3",
+            "strategy.name=fedbuff",
+            "strategy.buffer_size=1",
+            'strategy.server={kind="momentum"}',
+        ],
+    )
+    simulate(settings, Small(), journal=tmp_path / "journal")
+    for kind in ("adam", "nesterov", "sgd"):
+        other = rule_of("fedbuff", kind, 1) if kind != "sgd" else FedBuffSettings(buffer_size=1)
+        with Replayer(tmp_path / "journal", strategy=other, from_version=5) as replayer:
+            assert [moment.version for moment in replayer][-1] == 8
 
 
 def test_the_default_is_not_recorded() -> None:

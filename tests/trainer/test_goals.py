@@ -204,6 +204,7 @@ def stopped(values: list[float], **settings: Any) -> int | None:
         ([0.1, 0.5, 0.505, 0.509], {"patience": 2, "min_delta": 0.01}, 3),
         ([1.0, 0.5, 0.495, 0.491], {"metric": "loss", "patience": 2, "min_delta": 0.01}, 3),
         ([nan, 0.5, nan, inf], {"patience": 2}, 3),
+        ([nan, inf, 0.5], {"patience": 2}, 1),
         ([0.5, 0.4, 0.4, 0.6], {"patience": 9, "target": 0.6}, 3),
     ],
 )
@@ -219,6 +220,13 @@ def test_why_a_run_stops_is_known_before_the_measurement_counts() -> None:
     why = "accuracy not better than 0.5000 in 1 measurements after version 10, at version 20"
     assert [stopping.why({"accuracy": 0.4}, 20), stopping.add({"accuracy": 0.4}, 20)] == [why, why]
     assert stopping.add({"loss": 0.4}, 30) == ""  # not measured: nothing to decide by
+
+
+def test_a_measurement_that_comes_again_counts_once() -> None:
+    stopping = Stopping(StopSettings(patience=2), {})
+    assert [stopping.add({"accuracy": 0.5}, 10) for _ in range(3)] == ["", "", ""]
+    assert [stopping.add({"accuracy": 0.4}, 20) for _ in range(3)] == ["", "", ""]
+    assert stopping.add({"accuracy": 0.4}, 30)
 
 
 def test_a_metric_without_a_goal_cannot_stop_a_run() -> None:
