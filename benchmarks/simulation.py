@@ -30,7 +30,6 @@ from benchmarks.results import conditions, keep
 from experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import SimulationResult, simulate
-from fedstream.trainer.data import gather
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task
 
@@ -91,7 +90,7 @@ def flops(task: Task, batch_size: int) -> float:
     """Operations in one device-epoch: those of one step, scaled to the first device's samples."""
     module, share = task.model(), task.device_data(0)
     with FlopCounterMode(display=False) as counter:
-        torch.autograd.backward(task.loss(module, gather(share, torch.arange(batch_size), task)))
+        torch.autograd.backward(task.loss(module, task.gather(share, torch.arange(batch_size))))
     samples = len(share)  # type: ignore[arg-type]  # torch's Dataset declares no length
     return float(counter.get_total_flops()) * samples / batch_size
 

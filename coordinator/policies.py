@@ -25,7 +25,7 @@ from pydantic import Field
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.runtime.config import NamedSettings, Positive
-from fedstream.runtime.plugins import OneOf, Registry, words
+from fedstream.runtime.plugins import OneOf, PluginRegistry, words
 from fedstream.runtime.task_settings import Participation
 
 
@@ -174,7 +174,7 @@ def _accept(value: object) -> type[Policy] | None:
     return value
 
 
-POLICIES: Registry[type[Policy | Rounds]] = Registry(
+POLICIES: PluginRegistry[type[Policy | Rounds]] = PluginRegistry(
     "fedstream.policies",
     "scheduling policy",
     {"in_flight": InFlight, "poisson": Poisson, "rounds": Rounds, "none": Anarchic},

@@ -17,10 +17,7 @@ from pydantic import Field
 from fedstream.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    import torch
     from torch.utils.data import Dataset
-
-    from fedstream.trainer.task import Task
 
 Processor: TypeAlias = Literal["cpu", "cuda"]
 
@@ -75,24 +72,6 @@ def seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def gather(data: Dataset[Any], rows: torch.Tensor, task: Task) -> Any:
-    """Collate these rows into a batch as the task does; index tensors where that is the same."""
-    from torch.utils.data import TensorDataset
-
-    # A subclass of TensorDataset may override __getitem__.
-    if type(data) is TensorDataset and has_default_collate(task):
-        # several times as fast as tensor[rows]
-        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in data.tensors]
-    return task.collate([data[row] for row in rows.tolist()])
-
-
-def has_default_collate(task: Task) -> bool:
-    """Whether a task's batches are those of ``default_collate``."""
-    from fedstream.trainer.task import Task
-
-    return type(task).collate is Task.collate
 
 
 def size_of(data: Dataset[Any], device: int) -> int:

@@ -14,8 +14,9 @@ import torch
 
 from fedstream.core.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Floats, Model
-from fedstream.trainer.data import gather, size_of
+from fedstream.trainer.data import size_of
 from fedstream.trainer.solvers import (
+    MOST_SHUFFLED,
     SOLVERS,
     Cancelled,
     Iterate,
@@ -23,6 +24,8 @@ from fedstream.trainer.solvers import (
     SolverSettings,
     Trained,
     Work,
+    minibatches_in,
+    pass_sizes,
 )
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from fedstream.trainer.solvers import Tensors
     from fedstream.trainer.task import Task
 
-_MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
 _MANY = 100  # minibatches per pass, so that rows are rarely drawn twice
 
 
@@ -77,7 +79,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
             if work.cancelled():
                 raise Cancelled(training.stop())
             try:
-                loss = task.loss(model, gather(data, training.minibatch(), task))
+                loss = task.loss(model, task.gather(data, training.minibatch()))
             except DataError as error:
                 raise DataError(f"device {work.device}: {error}") from error
             training.step(loss)
@@ -275,30 +277,6 @@ class _Descent:
         )
 
 
-def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
-    """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
-
-    The last one is smaller, or left out by ``drop_last``. A single row that is left over belongs to
-    the minibatch before: batch norm has no statistics of one row.
-    """
-    size = min(solver.batch_size or samples, samples)
-    whole, left = divmod(samples, size)
-    sizes = [size] * whole
-    if left and not solver.drop_last:
-        if left == 1:
-            sizes[-1] += 1
-        else:
-            sizes.append(left)
-    return sizes
-
-
-def minibatches_in(samples: int, solver: SolverSettings) -> int:
-    """The number of minibatches that covers as many samples as there are."""
-    if solver.sampling == "fresh" or samples > _MOST_SHUFFLED:
-        return math.ceil(samples / min(solver.batch_size or samples, samples))
-    return len(pass_sizes(samples, solver)) if samples else 0
-
-
 class Minibatches:
     """An endless sequence of minibatches, as row numbers.
 
@@ -310,7 +288,7 @@ class Minibatches:
     def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
         self._samples = samples
         self._size = min(solver.batch_size or samples, samples)
-        self._drawn = samples > _MOST_SHUFFLED and self._size * _MANY <= samples
+        self._drawn = samples > MOST_SHUFFLED and self._size * _MANY <= samples
         is_single = solver.sampling == "fresh" or self._drawn
         self._sizes = [self._size] if is_single else pass_sizes(samples, solver)
         self._used = sum(self._sizes)

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from fedstream.core.errors import DataError, FedstreamError
 from fedstream.runtime.config import NamedSettings, table_of
-from fedstream.runtime.plugins import OneOf, Registry, words
+from fedstream.runtime.plugins import OneOf, PluginRegistry, words
 
 Rows = npt.NDArray[np.int64]
 
@@ -226,7 +226,7 @@ def _accept(value: object) -> type[Partition] | None:
     return made
 
 
-PARTITIONS: Registry[type[Partition]] = Registry(
+PARTITIONS: PluginRegistry[type[Partition]] = PluginRegistry(
     "fedstream.partitions",
     "partition",
     {"iid": Iid, "classes": Classes, "dirichlet": Dirichlet, "natural": Natural},

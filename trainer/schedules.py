@@ -17,11 +17,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from fedstream.runtime.config import NamedSettings, table_of
-from fedstream.runtime.plugins import OneOf, Registry
+from fedstream.runtime.plugins import OneOf, PluginRegistry
 
 Share = Annotated[float, Field(gt=0, le=1)]
 _LEAST = 1e-30  # a rate above 0, however many versions there are
-Versions = Annotated[int, Field(ge=1)]
 
 
 class Schedule(NamedSettings):
@@ -48,7 +47,7 @@ class StepRate(Schedule):
     """s(tau) = factor^(tau // every)."""
 
     kind: Literal["step"] = "step"
-    every: Versions
+    every: Annotated[int, Field(ge=1)]
     factor: Share = 0.5
 
     def __call__(self, tau: int) -> float:
@@ -59,7 +58,7 @@ class LinearRate(Schedule):
     """From 1 to ``end`` in ``versions``, after a linear rise to 1 over the first ``warmup``."""
 
     kind: Literal["linear"] = "linear"
-    versions: Versions
+    versions: Annotated[int, Field(ge=1)]
     end: Share = 0.01
     warmup: Annotated[int, Field(ge=0)] = 0
 
@@ -94,7 +93,7 @@ class InverseSqrtRate(Schedule):
     """s(tau) = sqrt(warmup / max(tau + 1, warmup)), after a linear rise over the first versions."""
 
     kind: Literal["inverse_sqrt"] = "inverse_sqrt"
-    warmup: Versions = 1
+    warmup: Annotated[int, Field(ge=1)] = 1
 
     def __call__(self, tau: int) -> float:
         n = tau + 1
@@ -121,7 +120,7 @@ def _accept(value: object) -> type[Schedule] | None:
     return made
 
 
-SCHEDULES: Registry[type[Schedule]] = Registry(
+SCHEDULES: PluginRegistry[type[Schedule]] = PluginRegistry(
     "fedstream.schedules",
     "schedule",
     {

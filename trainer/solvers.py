@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
 from fedstream.runtime.config import NamedSettings, Section, check
-from fedstream.runtime.plugins import OneOf, Registry
+from fedstream.runtime.plugins import OneOf, PluginRegistry
 from fedstream.trainer.schedules import ConstantRate, RateSchedule
 from fedstream.trainer.workspace import Workspace
 
@@ -246,7 +246,7 @@ def _accept(value: object) -> type[Solver] | None:
     return value if isinstance(value, type) and issubclass(value, Solver) else None
 
 
-SOLVERS: Registry[type[Solver]] = Registry(
+SOLVERS: PluginRegistry[type[Solver]] = PluginRegistry(
     "fedstream.solvers",
     "solver",
     {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected},
@@ -254,6 +254,33 @@ SOLVERS: Registry[type[Solver]] = Registry(
     expected="a class derived from fedstream.Solver",
 )
 SolverSettings: TypeAlias = Annotated[Solver, OneOf(SOLVERS)]
+
+
+MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
+
+
+def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
+    """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
+
+    The last one is smaller, or left out by ``drop_last``. A single row that is left over belongs to
+    the minibatch before: batch norm has no statistics of one row.
+    """
+    size = min(solver.batch_size or samples, samples)
+    whole, left = divmod(samples, size)
+    sizes = [size] * whole
+    if left and not solver.drop_last:
+        if left == 1:
+            sizes[-1] += 1
+        else:
+            sizes.append(left)
+    return sizes
+
+
+def minibatches_in(samples: int, solver: SolverSettings) -> int:
+    """The number of minibatches that covers as many samples as there are."""
+    if solver.sampling == "fresh" or samples > MOST_SHUFFLED:
+        return math.ceil(samples / min(solver.batch_size or samples, samples))
+    return len(pass_sizes(samples, solver)) if samples else 0
 
 
 class Cancelled(Exception):

@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from fedstream.core.errors import DataError
-from fedstream.trainer.data import gather
 from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
 from fedstream.trainer.partitions import Classes, Dirichlet, Natural, split
 from fedstream.trainer.task import IGNORED, examples
@@ -205,7 +204,7 @@ class Words(InMemory):
         loss, words = torch.zeros((), dtype=torch.float64), 0
         with torch.no_grad():
             for rows in torch.split(torch.arange(windows), _WINDOWS_AT_ONCE):
-                x, y = examples(model, gather(data, rows, self))
+                x, y = examples(model, self.gather(data, rows))
                 loss += _cross_entropy(model(x), y, "sum").cpu()
                 words += int((y != IGNORED).sum())
         loss /= words

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 from fedstream.core.errors import FedstreamError
 from fedstream.runtime.config import NamedSettings
-from fedstream.runtime.plugins import OneOf, Registry
+from fedstream.runtime.plugins import OneOf, PluginRegistry
 
 if TYPE_CHECKING:
     from fedstream.protocol.messages import Attestation
@@ -77,7 +77,7 @@ def _accept(value: object) -> type[AttestationVerifier] | None:
     return value if isinstance(value, type) and issubclass(value, AttestationVerifier) else None
 
 
-VERIFIERS: Registry[type[AttestationVerifier]] = Registry(
+VERIFIERS: PluginRegistry[type[AttestationVerifier]] = PluginRegistry(
     "fedstream.attestation",
     "verifier of attestations",
     {"none": NoVerifier},

@@ -6,7 +6,7 @@
     my-rule                  one that an installed package announces, by entry point
 
 Built-in plug-ins are looked up in the same registry as all others and can't be replaced. Every kind
-of plug-in has a :class:`Registry`, whose group is that of the entry points. A table of the
+of plug-in has a :class:`PluginRegistry`, whose group is that of the entry points. A table of the
 configuration chooses a class by its tag, and that class validates the table:
 
     strategy: Annotated[Strategy, OneOf(RULES, tag="name")]
@@ -103,7 +103,7 @@ class Plugin(Generic[T]):
     digest: str | None = None  # SHA-256 of that file, in hexadecimal
 
 
-class Registry(Generic[T]):
+class PluginRegistry(Generic[T]):
     """Finds the plug-ins of one kind.
 
     ``group``: of entry points. ``what``: the kind in words, for errors. ``built_in``: fedstream's
@@ -397,7 +397,7 @@ class OneOf:
     The base class must declare ``tag`` as a string; built-in classes narrow it to a literal.
     """
 
-    registry: Registry[Any]
+    registry: PluginRegistry[Any]
     tag: str = "kind"
 
     def __get_pydantic_core_schema__(

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from importlib.metadata import EntryPoint
 
-    from fedstream.runtime.plugins import Registry
+    from fedstream.runtime.plugins import PluginRegistry
     from fedstream.settings.config import Settings
 
 
 # Every registry, with the configuration key that names one of its plug-ins.
-REGISTRIES: dict[str, Registry[Any]] = {
+REGISTRIES: dict[str, PluginRegistry[Any]] = {
     "strategy.name": RULES,
     "strategy.staleness.kind": FUNCTIONS,
     "solver.kind": SOLVERS,
@@ -74,7 +74,7 @@ def part_sources(settings: Settings) -> dict[str, str]:
     Recorded for information: unlike strategies, these are not needed to replay a run.
     """
     policy, partition = settings.scheduler.policy, settings.task.partition
-    named: dict[str, tuple[Registry[Any], str | None]] = {
+    named: dict[str, tuple[PluginRegistry[Any], str | None]] = {
         "solver.kind": (SOLVERS, settings.solver.kind),
         "solver.schedule.kind": (SCHEDULES, settings.solver.schedule.kind),
         "task.partition.kind": (PARTITIONS, partition.kind if partition is not None else None),
@@ -100,7 +100,7 @@ def doubts(settings: Settings) -> Iterator[str]:
                 )
 
 
-def _digest(registry: Registry[Any], name: str) -> str | None:
+def _digest(registry: PluginRegistry[Any], name: str) -> str | None:
     try:
         return registry.find(name).digest
     except ConfigError:

@@ -25,9 +25,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
-from fedstream.trainer.data import has_default_collate
-from fedstream.trainer.descent import minibatches_in, pass_sizes
-from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained
+from fedstream.trainer.solvers import (
+    SOLVERS,
+    Cancelled,
+    Iterate,
+    Solver,
+    Trained,
+    minibatches_in,
+    pass_sizes,
+)
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
     parameters = list(module.parameters())
     return (
         type(task).train is Task.train
-        and has_default_collate(task)
+        and type(task).collate is Task.collate
         and type(solver) in SOLVERS.built_in.values()
         and not list(module.buffers())
         and all(x.requires_grad and x.dtype == torch.float32 for x in parameters)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel
 
-from fedstream.runtime.plugins import OneOf, Registry
+from fedstream.runtime.plugins import OneOf, PluginRegistry
 from fedstream.sinks.mlflow import MLflowSettings
 from fedstream.sinks.service import Named
 from fedstream.sinks.sink import SinkSettings, TrackedValue
@@ -21,7 +21,7 @@ def _accept(value: object) -> type[SinkSettings] | None:
     return value if isinstance(value, type) and issubclass(value, SinkSettings) else None
 
 
-SINKS: Registry[type[SinkSettings]] = Registry(
+SINKS: PluginRegistry[type[SinkSettings]] = PluginRegistry(
     "fedstream.sinks",
     "sink",
     {"tensorboard": TensorBoardSettings, "mlflow": MLflowSettings, "wandb": WandbSettings},

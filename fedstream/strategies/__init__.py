@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
-from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, Registry
+from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
@@ -50,7 +50,7 @@ def _accept(value: object) -> type[Strategy] | None:
     return value if isinstance(value, type) and issubclass(value, Strategy) else None
 
 
-RULES: Registry[type[Strategy]] = Registry(
+RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
     "fedstream.strategies",
     "strategy",
     {

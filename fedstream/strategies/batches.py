@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.strategies.mixing import add, count, toward
-from fedstream.strategies.optimizers import Optimizer, Sgd
+from fedstream.strategies.optimizers import Optimizer, ServerSgd
 from fedstream.strategies.staleness import Constant, Staleness
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors
@@ -36,7 +36,7 @@ class Batch(Strategy):
     server_lr: Annotated[float, Field(gt=0)] = 1.0
     """the step along the batch's mean"""
     # Left out while it is the default, so that earlier releases read the run.
-    server: Annotated[Optimizer, Field(exclude_if=lambda chosen: chosen == Sgd())] = Sgd()
+    server: Annotated[Optimizer, Field(exclude_if=lambda one: one == ServerSgd())] = ServerSgd()
     """the optimizer that takes the step"""
 
     @property

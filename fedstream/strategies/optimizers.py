@@ -27,7 +27,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 _LARGEST = np.finfo(np.float32).max
 
 
-class Sgd(Section):
+class ServerSgd(Section):
     """x <- x + eta D."""
 
     kind: Literal["sgd"] = "sgd"
@@ -189,5 +189,5 @@ def _decay(mean: Floats, new: Floats, beta: float) -> None:
 
 
 Optimizer = Annotated[
-    Sgd | Momentum | Nesterov | Adagrad | Adam | Yogi, Field(discriminator="kind")
+    ServerSgd | Momentum | Nesterov | Adagrad | Adam | Yogi, Field(discriminator="kind")
 ]

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedstream.runtime.config import NamedSettings, Positive, Section, table_of
-from fedstream.runtime.plugins import OneOf, Registry
+from fedstream.runtime.plugins import OneOf, PluginRegistry
 
 
 class StalenessFunction(NamedSettings):
@@ -104,7 +104,7 @@ def _accept(value: object) -> type[StalenessFunction] | None:
     return made
 
 
-FUNCTIONS: Registry[type[StalenessFunction]] = Registry(
+FUNCTIONS: PluginRegistry[type[StalenessFunction]] = PluginRegistry(
     "fedstream.staleness",
     "staleness function",
     {

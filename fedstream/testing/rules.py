@@ -17,7 +17,7 @@ from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.core.messages import Trigger, first_wrong, task_id
 from fedstream.runtime.config import Section
-from fedstream.runtime.plugins import Registry, words
+from fedstream.runtime.plugins import PluginRegistry, words
 from fedstream.runtime.task_settings import FixedSteps, Participation
 from fedstream.settings.config import read
 from fedstream.simulation import arrivals
@@ -32,7 +32,7 @@ class Fault(AssertionError):
 S = TypeVar("S", bound=Section)
 
 
-def made(registry: Registry[Any], part: type[S] | S, keys: Mapping[str, object]) -> S:
+def made(registry: PluginRegistry[Any], part: type[S] | S, keys: Mapping[str, object]) -> S:
     """The object, which the registry must accept. Raises Fault."""
     cls = part if isinstance(part, type) else type(part)
     name = cls.__name__

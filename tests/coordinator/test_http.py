@@ -266,7 +266,7 @@ def test_tokens_are_those_that_the_file_has_now(tmp_path: Path) -> None:
             assert tokens.now() == tokens.now() == [new, old]
         [line] = lines
         assert line["log_level"] == "warning"
-        assert line["event"].startswith("correct the token file")
+        assert line["event"].startswith("unusable token file")
         assert re.search(f"^http.token_file: {file}: {why}", line["reason"])
         with pytest.raises(ConfigError, match=re.escape(line["reason"])):
             Tokens(None, str(file), operator)

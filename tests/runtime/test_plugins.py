@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import Section, load, table_of
-from fedstream.runtime.plugins import RECORDED, NotTrusted, OneOf, Registry, allowing
+from fedstream.runtime.plugins import RECORDED, NotTrusted, OneOf, PluginRegistry, allowing
 
 PROGRAM = """
 from tests.runtime.test_plugins import Shape
@@ -65,8 +65,8 @@ def _accept(value: object) -> type[Shape] | None:
     return value if isinstance(value, type) and issubclass(value, Shape) else None
 
 
-def registry() -> Registry[type[Shape]]:
-    return Registry(
+def registry() -> PluginRegistry[type[Shape]]:
+    return PluginRegistry(
         "fedstream.shapes",
         "shape",
         {"circle": Circle, "square": Square},

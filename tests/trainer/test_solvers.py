@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Model
-from fedstream.trainer.data import gather
 from fedstream.trainer.descent import Minibatches, solve
 from fedstream.trainer.solvers import (
     Cancelled,
@@ -353,7 +352,8 @@ class AsItems(Dataset[Any]):
 def test_gathering_by_index_equals_collating() -> None:
     data = Noisy().device_data(1)
     rows = torch.tensor([4, 0, 29])
-    fast, slow = gather(data, rows, Noisy()), gather(AsItems(data), rows, Noisy())
+    task = Noisy()
+    fast, slow = task.gather(data, rows), task.gather(AsItems(data), rows)
     assert type(fast) is type(slow)
     assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
 

@@ -27,7 +27,7 @@ from fedstream.history.live.broadcast import Broadcast, DrawnSnapshot
 from fedstream.history.live.collector import Collected, Collector
 from fedstream.history.live.operator_actions import OperatorActions
 from fedstream.history.live.recorded_pages import PAGES, QUESTIONS, RecordedPages
-from fedstream.history.live.sessions import LASTS_S, Role, Sessions
+from fedstream.history.live.sessions import LASTS_S, Sessions, ViewerRole
 from fedstream.history.live.snapshot import SeenPushes, Snapshot
 from fedstream.history.ui.http import (
     HEADERS,
@@ -153,7 +153,7 @@ class LiveService:
 
         return answer
 
-    def _guarded(self, handler: Answering, role: Role = "viewer") -> Answering:
+    def _guarded(self, handler: Answering, role: ViewerRole = "viewer") -> Answering:
         """Answer clients with this role; others get the form that asks for a token."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -196,14 +196,14 @@ class LiveService:
             "(FEDSTREAM_PAGE__OPERATOR_TOKEN), or use the command line",
         )
 
-    def _may(self, request: web.Request, role: Role) -> bool:
+    def _may(self, request: web.Request, role: ViewerRole) -> bool:
         now = self._role(request)
         if role == "operator":
             return now == "operator"
         header = request.headers.get("Authorization", "")
         return self._sessions.is_open or now is not None or self._sessions.is_bearer(header)
 
-    def _role(self, request: web.Request) -> Role | None:
+    def _role(self, request: web.Request) -> ViewerRole | None:
         return self._sessions.role(self._cookie(request), self._now())
 
     def _cookie(self, request: web.Request) -> str:
@@ -348,11 +348,11 @@ class LiveService:
     # logins
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
-        role: Role = "operator" if request.query.get("as") == "operator" else "viewer"
+        role: ViewerRole = "operator" if request.query.get("as") == "operator" else "viewer"
         return await self._login(_local(request.query.get("to", "/")), role)
 
     async def _login(
-        self, to: str, role: Role, problem: str = "", status: int = 401
+        self, to: str, role: ViewerRole, problem: str = "", status: int = 401
     ) -> web.Response:
         make = await self._rendering()
         text = make.login(self._run, to, is_operator=role == "operator", problem=problem)
@@ -363,7 +363,7 @@ class LiveService:
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
         said = await form_of(request, _FORM)
         to = _local(said.get("to", "/"))
-        role: Role = "operator" if said.get("as") == "operator" else "viewer"
+        role: ViewerRole = "operator" if said.get("as") == "operator" else "viewer"
         guesser = network_of(request.remote or "")
         if (wait_s := self._guesses.wait_s(guesser, time.monotonic())) > 0:
             return await self._too_often(to, role, wait_s)
@@ -387,7 +387,7 @@ class LiveService:
         )
         return response
 
-    async def _too_often(self, to: str, role: Role, wait_s: float) -> web.Response:
+    async def _too_often(self, to: str, role: ViewerRole, wait_s: float) -> web.Response:
         seconds = ceil(wait_s)
         said = (
             "Too many wrong tokens came from this address: another one is taken in "

@@ -14,9 +14,9 @@ from pydantic import SecretStr
 
 from fedstream.coordinator.access import Tokens, is_same
 
-Role: TypeAlias = Literal["viewer", "operator"]
+ViewerRole: TypeAlias = Literal["viewer", "operator"]
 
-LASTS_S: dict[Role, int] = {"viewer": 12 * 3600, "operator": 15 * 60}
+LASTS_S: dict[ViewerRole, int] = {"viewer": 12 * 3600, "operator": 15 * 60}
 
 
 class Sessions:
@@ -24,7 +24,7 @@ class Sessions:
 
     def __init__(self, run: str, tokens: Tokens | None, operator_token: SecretStr | None) -> None:
         """``tokens``: None lets everybody view; ``operator_token``: None lets nobody act."""
-        self._tokens: dict[Role, Tokens | None] = {
+        self._tokens: dict[ViewerRole, Tokens | None] = {
             "viewer": tokens,
             "operator": Tokens(operator_token) if operator_token is not None else None,
         }
@@ -33,14 +33,14 @@ class Sessions:
         self.is_open = tokens is None
         self.has_operators = operator_token is not None
 
-    def begun(self, token: str, now: float) -> tuple[Role, str] | None:
+    def begun(self, token: str, now: float) -> tuple[ViewerRole, str] | None:
         """The role that a token has, and a cookie for it; None for a wrong token."""
         for role in ("operator", "viewer"):
             if self._is(role, token):
                 return role, self._signed(role, int(now) + LASTS_S[role], token)
         return None
 
-    def role(self, cookie: str, now: float) -> Role | None:
+    def role(self, cookie: str, now: float) -> ViewerRole | None:
         """The role of a cookie; None if the cookie is wrong or too old."""
         said, _, _ = cookie.rpartition(".")
         name, _, until = said.partition(".")
@@ -65,16 +65,16 @@ class Sessions:
         """Whether a form belongs to this session."""
         return is_same(self.form_of(cookie), said)
 
-    def _now(self, role: Role) -> list[str]:
+    def _now(self, role: ViewerRole) -> list[str]:
         """The tokens of viewers or operators, if there are any."""
         tokens = self._tokens[role]
         return tokens.now() if tokens is not None else []
 
-    def _is(self, role: Role, token: str) -> bool:
+    def _is(self, role: ViewerRole, token: str) -> bool:
         tokens = self._tokens[role]
         return tokens is not None and tokens.has(token)
 
-    def _signed(self, role: Role, until: int, token: str) -> str:
+    def _signed(self, role: ViewerRole, until: int, token: str) -> str:
         said = f"{role}.{until}"
         return f"{said}.{self._mac(said, token)}"
 

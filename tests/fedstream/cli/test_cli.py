@@ -23,7 +23,7 @@ from fedstream.cli.app import application, main
 from fedstream.core.messages import OUTCOMES
 from fedstream.history import display, status
 from fedstream.local import run
-from fedstream.runtime.plugins import Registry
+from fedstream.runtime.plugins import PluginRegistry
 from fedstream.runtime.settings_keys import Key, keys_of
 from fedstream.settings.plugin_sources import REGISTRIES
 from fedstream.strategies import RULES, Batch
@@ -417,7 +417,10 @@ def test_only_built_in_ones_are_there_without_packages(command: Command) -> None
 def test_no_door_is_left_out() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("fedstream.")]
     doors = {
-        one for module in modules for one in vars(module).values() if isinstance(one, Registry)
+        one
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, PluginRegistry)
     }
     assert doors == set(REGISTRIES.values())
 
@@ -441,11 +444,10 @@ class Documented(Batch):
 def test_keys_have_values_defaults_and_what_is_written_below_them() -> None:
     kinds = "table; kind: constant, linear, polynomial, exponential, hinge or your own"
     assert keys_of(Documented, besides=["name"]) == [
-        Key(
-            "max_staleness", "integer >= 0 or none", "none", "Updates that are staler are dropped."
-        ),
+        Key("max_staleness", "integer >= 0 or none", "none", "Staler updates are dropped."),
         Key("buffer_size", "integer >= 1", "10", "K, the updates in a version"),
         Key("server_lr", "number > 0", "1.0", "the step along the batch's mean"),
+        Key("server", "table", "sgd", "the optimizer that takes the step"),
         Key("usual", "number > 0, <= 2", "1.0", "Samples of a device, as usual."),
         Key("wanted", "integer", "", ""),
         Key("mode", "a, b", '"a"', ""),

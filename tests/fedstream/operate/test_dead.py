@@ -182,7 +182,7 @@ async def test_self_triggered_task_is_retried_by_the_operator(hand: Hand) -> Non
         (Withdraw(tasks=("a",), why="timed out").encode(), "only gives up overdue tasks"),
         (
             GiveUp(task="a", attempt="1", device=1, trainer="t", reason="tired").encode(),
-            "gave up its task",
+            "its device gave up",
         ),
         (
             Assignment(task="a", device=1, seed=1, steps=1, version=0, deadline=5.0).encode(),

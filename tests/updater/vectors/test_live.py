@@ -17,7 +17,7 @@ from fedstream.core.errors import BlobDamaged, ConfigError, Fenced
 from fedstream.journal import VECTORS, Taken, segments
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import Strategy
-from fedstream.strategies.optimizers import Sgd
+from fedstream.strategies.optimizers import ServerSgd
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import fails, held, reasons, records
 from tests.updater.vectors.twin import (
@@ -73,7 +73,7 @@ async def test_number_of_devices_cannot_change_on_restart(make: Any, hand: Hand)
 async def test_optimizer_with_other_vectors_is_refused_on_restart(make: Any, hand: Hand) -> None:
     async with running(make(ADAM), context()):
         await hand.join()
-    plain = ADAM.model_copy(update={"server": Sgd()})
+    plain = ADAM.model_copy(update={"server": ServerSgd()})
     await fails(
         make(plain), ConfigError, r"strategy\.server: run .*\(adam m and adam v, not no vectors\)"
     )
