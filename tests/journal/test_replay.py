@@ -360,6 +360,17 @@ def test_differing_outcome_is_described(folder: Path) -> None:
         digests(folder)
 
 
+def test_version_whose_model_differs_is_not_reproduced(folder: Path) -> None:
+    """Outcome, version and weight agree: only the digest tells."""
+    scribe = Scribe(folder, FedBuffSettings(buffer_size=1))
+    scribe.strategy = FedBuffSettings(buffer_size=1, server_lr=0.5)
+    scribe.update()
+    scribe.close()
+    said = r"version 1 is not reproduced: digest [\w:]+, the journal says [\w:]+$"
+    with pytest.raises(Diverged, match=said):
+        digests(folder)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
