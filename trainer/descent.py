@@ -16,7 +16,6 @@ from fedstream.core.errors import BadMessage, ConfigError, DataError, LayoutMism
 from fedstream.core.layout import Floats, Model
 from fedstream.trainer.data import size_of
 from fedstream.trainer.solvers import (
-    MOST_SHUFFLED,
     SOLVERS,
     Cancelled,
     Iterate,
@@ -24,6 +23,7 @@ from fedstream.trainer.solvers import (
     SolverSettings,
     Trained,
     Work,
+    is_drawn,
     minibatches_in,
     pass_sizes,
 )
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from fedstream.trainer.solvers import Tensors
     from fedstream.trainer.task import Task
-
-_MANY = 100  # minibatches per pass, so that rows are rarely drawn twice
 
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
@@ -287,10 +285,8 @@ class Minibatches:
 
     def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
         self._samples = samples
-        self._size = min(solver.batch_size or samples, samples)
-        self._drawn = samples > MOST_SHUFFLED and self._size * _MANY <= samples
-        is_single = solver.sampling == "fresh" or self._drawn
-        self._sizes = [self._size] if is_single else pass_sizes(samples, solver)
+        self._drawn = is_drawn(samples, solver)
+        self._sizes = pass_sizes(samples, solver)
         self._used = sum(self._sizes)
         self.epoch = minibatches_in(samples, solver)
         self._generator = torch.Generator().manual_seed(seed)
@@ -319,7 +315,7 @@ class Minibatches:
     def _shuffle(self) -> None:
         self._before = self._generator.get_state()
         if self._drawn:
-            rows = torch.randint(self._samples, (self._size,), generator=self._generator)
+            rows = torch.randint(self._samples, (self._used,), generator=self._generator)
         else:
             rows = torch.randperm(self._samples, generator=self._generator)
         self._pass = torch.split(rows[: self._used], self._sizes)

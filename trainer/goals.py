@@ -135,11 +135,10 @@ class Stopping:
 
     def __init__(self, settings: StopSettings | None, declared: Goals) -> None:
         """None: it never ends the run. Raises ConfigError for a metric without a goal."""
-        self._settings, self._goal = settings, None
-        if settings is not None and (goal := goal_of(settings.metric, declared)) is None:
+        self._settings = settings
+        self._goal = goal_of(settings.metric, declared) if settings is not None else None
+        if settings is not None and self._goal is None:
             raise ConfigError(f"run.stop.metric: {unknown_goal(settings.metric)}")
-        if settings is not None:
-            self._goal = goal
         self._best: tuple[float, int] | None = None  # value, version
         self._waited = 0  # measurements since
         # The last measurement's version, and best and waited before it: it may come again.

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from fedstream.core.errors import DataError, FedstreamError
-from fedstream.runtime.config import NamedSettings, table_of
+from fedstream.runtime.config import NamedSettings, call_function, own_class
 from fedstream.runtime.plugins import OneOf, PluginRegistry, words
 
 Rows = npt.NDArray[np.int64]
@@ -211,18 +211,14 @@ class _Plain(Partition):
     function: ClassVar[Callable[..., Sequence[Rows]]]
 
     def split(self, labels: npt.NDArray[Any], devices: int, seed: int) -> Sequence[Rows]:
-        parameters = {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
-        return self.function(labels, devices, seed, **parameters)
+        split: Sequence[Rows] = call_function(self, labels, devices, seed)
+        return split
 
 
 def _accept(value: object) -> type[Partition] | None:
-    if isinstance(value, type):
-        return value if issubclass(value, Partition) else None
-    if not callable(value):
-        return None
-    made = table_of(value, _Plain, ["labels", "devices", "seed"])
-    made.function = staticmethod(value)
-    made.covers = getattr(value, "covers", True)
+    made = own_class(value, Partition, _Plain, ["labels", "devices", "seed"])
+    if made is not None and not isinstance(value, type):
+        made.covers = getattr(value, "covers", True)
     return made
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fedstream.runtime.config import NamedSettings, table_of
+from fedstream.runtime.config import NamedSettings, call_function, own_class
 from fedstream.runtime.plugins import OneOf, PluginRegistry
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -106,18 +106,11 @@ class _Plain(Schedule):
     function: ClassVar[Callable[..., float]]
 
     def __call__(self, tau: int) -> float:
-        parameters = {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
-        return float(self.function(tau, **parameters))
+        return float(call_function(self, tau))
 
 
 def _accept(value: object) -> type[Schedule] | None:
-    if isinstance(value, type):
-        return value if issubclass(value, Schedule) else None
-    if not callable(value):
-        return None
-    made = table_of(value, _Plain, ["tau"])
-    made.function = staticmethod(value)
-    return made
+    return own_class(value, Schedule, _Plain, ["tau"])
 
 
 SCHEDULES: PluginRegistry[type[Schedule]] = PluginRegistry(

@@ -256,16 +256,29 @@ SOLVERS: PluginRegistry[type[Solver]] = PluginRegistry(
 SolverSettings: TypeAlias = Annotated[Solver, OneOf(SOLVERS)]
 
 
-MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
+_MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
+_MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
+
+
+def is_drawn(samples: int, solver: SolverSettings) -> bool:
+    """Whether rows are drawn with replacement, as they are too many to be shuffled."""
+    return samples > _MOST_SHUFFLED and _size(samples, solver) * _MANY <= samples
+
+
+def _size(samples: int, solver: SolverSettings) -> int:
+    return min(solver.batch_size or samples, samples)
 
 
 def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
     """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
 
-    The last one is smaller, or left out by ``drop_last``. A single row that is left over belongs to
+    A pass has one minibatch with ``fresh`` sampling, and if rows are drawn. Otherwise the last
+    minibatch is smaller, or left out by ``drop_last``. A single row that is left over belongs to
     the minibatch before: batch norm has no statistics of one row.
     """
-    size = min(solver.batch_size or samples, samples)
+    size = _size(samples, solver)
+    if solver.sampling == "fresh" or is_drawn(samples, solver):
+        return [size]
     whole, left = divmod(samples, size)
     sizes = [size] * whole
     if left and not solver.drop_last:
@@ -278,9 +291,11 @@ def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
 
 def minibatches_in(samples: int, solver: SolverSettings) -> int:
     """The number of minibatches that covers as many samples as there are."""
-    if solver.sampling == "fresh" or samples > MOST_SHUFFLED:
-        return math.ceil(samples / min(solver.batch_size or samples, samples))
-    return len(pass_sizes(samples, solver)) if samples else 0
+    if not samples:
+        return 0
+    if solver.sampling == "fresh" or is_drawn(samples, solver):
+        return math.ceil(samples / _size(samples, solver))
+    return len(pass_sizes(samples, solver))
 
 
 class Cancelled(Exception):

@@ -617,6 +617,30 @@ def arguments(
     return {name: getattr(settings, name) for name in table}
 
 
+def own_class(
+    value: object, base: type[Any], of_function: type[Any], given: Iterable[str]
+) -> type[Any] | None:
+    """A user's class derived from ``base``, or made from a function; None for any other value.
+
+    ``of_function``: the class to derive from for a function, which its ``function`` becomes.
+    ``given``: as in :func:`table_of`.
+    """
+    if isinstance(value, type):
+        return value if issubclass(value, base) else None
+    if not callable(value):
+        return None
+    made: type[Any] = table_of(value, of_function, given)
+    made.function = staticmethod(value)
+    return made
+
+
+def call_function(settings: Any, *given: object) -> Any:
+    """Call the function that a class was made from (:func:`own_class`), with its settings."""
+    fields = type(settings).model_fields
+    keys = {key: getattr(settings, key) for key in fields if key != settings.naming_key}
+    return settings.function(*given, **keys)
+
+
 def table_of(function: Callable[..., Any], base: type[M], given: Iterable[str]) -> type[M]:
     """A settings class made from a function, whose parameters become its keys.
 

@@ -354,9 +354,7 @@ class _Passes:
         self, samples: int, jobs: Sequence[tuple[int, int]], solver: SolverSettings
     ) -> None:
         """``jobs``: (seed, steps) of each, the longest first."""
-        is_fresh = solver.sampling == "fresh"
-        sizes = [_batch(samples, solver)] if is_fresh else pass_sizes(samples, solver)
-        self._ends = [0, *accumulate(sizes)]
+        self._ends = [0, *accumulate(pass_sizes(samples, solver))]
         self._samples, self._used = samples, self._ends[-1]
         self._steps = [steps for _, steps in jobs]
         self._generators = [torch.Generator().manual_seed(seed) for seed, _ in jobs]
@@ -373,11 +371,6 @@ class _Passes:
                 else:
                     row[:] = torch.randperm(self._samples, generator=generator)[: self._used]
         return self._rows[:working, self._ends[n] : self._ends[n + 1]]
-
-
-def _batch(samples: int, solver: SolverSettings) -> int:
-    """Samples in a minibatch."""
-    return min(solver.batch_size or samples, samples)
 
 
 class _Gradients:

@@ -113,7 +113,10 @@ class Batch(Strategy):
         """
         x, total = state.model.parameters, self.total(state).parameters
         vectors = state.memory.devices
-        if vectors is None and self.server.vectors:
+        if isinstance(self.server, ServerSgd):
+            add(x, total, self.rate / n, into=into.parameters)
+            return vectors
+        if vectors is None:
             vectors = self.vectors(x.size)
         self.server.step(x, total, n, self.rate, vectors, into=into.parameters)
         return vectors

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedstream.core.layout import Floats
 from fedstream.runtime.config import Positive, Section
-from fedstream.strategies.mixing import BLOCK, add
+from fedstream.strategies.mixing import BLOCK
 from fedstream.strategies.vectors import DeviceVectors
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -34,21 +34,6 @@ class ServerSgd(Section):
 
     vectors: ClassVar[tuple[str, ...]] = ()
     """the names of the vectors that it keeps between versions"""
-
-    def step(
-        self,
-        x: Floats,
-        total: Floats,
-        n: int,
-        rate: float,
-        vectors: DeviceVectors | None,
-        into: Floats,
-    ) -> None:
-        """Write the next parameters into ``into``: D = total / n, eta = rate.
-
-        All have the same shape; ``into`` may be ``total``.
-        """
-        add(x, total, rate / n, into=into)
 
 
 class _Stateful(Section):
@@ -69,15 +54,13 @@ class _Stateful(Section):
         total: Floats,
         n: int,
         rate: float,
-        vectors: DeviceVectors | None,
+        vectors: DeviceVectors,
         into: Floats,
     ) -> None:
         """Write the next parameters into ``into``: D = total / n, eta = rate.
 
         All have the same shape; ``into`` may be ``total``.
         """
-        if vectors is None:
-            raise RuntimeError(f"optimizer {self.vectors} without its vectors")
         is_new = self.vectors[-1] not in vectors
         own = [vectors.write(name) for name in self.vectors]
         if is_new:

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.config import NamedSettings, Positive, Section, table_of
+from fedstream.runtime.config import NamedSettings, Positive, Section, call_function, own_class
 from fedstream.runtime.plugins import OneOf, PluginRegistry
 
 
@@ -90,18 +90,11 @@ class _Plain(StalenessFunction):
     function: ClassVar[Callable[..., float]]
 
     def __call__(self, d: int) -> float:
-        parameters = {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
-        return float(self.function(d, **parameters))
+        return float(call_function(self, d))
 
 
 def _accept(value: object) -> type[StalenessFunction] | None:
-    if isinstance(value, type):
-        return value if issubclass(value, StalenessFunction) else None
-    if not callable(value):
-        return None
-    made = table_of(value, _Plain, ["d"])
-    made.function = staticmethod(value)
-    return made
+    return own_class(value, StalenessFunction, _Plain, ["d"])
 
 
 FUNCTIONS: PluginRegistry[type[StalenessFunction]] = PluginRegistry(
