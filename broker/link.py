@@ -329,7 +329,7 @@ class Link(asyncio.BufferedProtocol):
         for future in waiting:
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # retrieved, as asyncio logs errors that nobody retrieves
+                future.exception()  # asyncio logs errors that are not retrieved
 
     def _over(self) -> None:
         """End the exchange and drop references to the caller's memory."""

@@ -147,7 +147,7 @@ def acl(
     only send PING (not answered while a script hangs) and has no password, since a probe can't
     supply one.
     """
-    # Nobody can log in as `default`, but Redis loads the append-only file with this user's rights
+    # The user `default` has no login, but Redis loads the append-only file with this user's rights
     # and would otherwise drop the writes of scripts (redis/redis#14541).
     lines = ["user default off resetpass allkeys allchannels +@all"]
     for name in (*ROLES, *PARTS):

@@ -92,7 +92,7 @@ def user_of(redis: RedisSettings) -> str:
 
 
 class _Look:
-    """The checks of Redis, each of which Redis may deny to this user."""
+    """The checks of Redis; this user may lack the right for any of them."""
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ class SimulationResult:
     goal: Mapping[str, Goal] = field(default_factory=dict)
     """goals of metrics, declared by the task"""
     remembering: int = 0
-    """devices with error feedback, each of which takes the memory of a model's parameters"""
+    """devices with error feedback; each takes the memory of a model's parameters"""
 
     @property
     def measured(self) -> list[VersionMade]:

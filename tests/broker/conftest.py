@@ -29,7 +29,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def _params() -> list[str]:
-    """Each server at hand alone, but for the one of which the cluster is made."""
+    """Each server at hand alone, except the cluster's version."""
     return [*(name for name in _ORDERED if _SERVERS[name] != redis_7()), CLUSTER]
 
 

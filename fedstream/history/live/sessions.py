@@ -23,7 +23,7 @@ class Sessions:
     """Makes and checks cookies and forms. ``now`` is in seconds since 1970."""
 
     def __init__(self, run: str, tokens: Tokens | None, operator_token: SecretStr | None) -> None:
-        """``tokens``: None lets everybody view; ``operator_token``: None lets nobody act."""
+        """``tokens``: None: views need no token. ``operator_token``: None: no actions."""
         self._tokens: dict[ViewerRole, Tokens | None] = {
             "viewer": tokens,
             "operator": Tokens(operator_token) if operator_token is not None else None,

@@ -11,7 +11,7 @@ from aiohttp import web
 
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Permission: TypeAlias = Literal["may", "operator", "nobody"]
-"""Whether a sender may start work on questions: yes; an operator could; nobody can."""
+"""The right to start work on questions: granted, for operators only, or switched off."""
 
 HEADERS = {
     "Content-Security-Policy": (

@@ -50,7 +50,7 @@ class PageServer:
         jobs: PageJobs | None = None,
         permission: Callable[[web.Request], Permission] = lambda _: "may",
     ) -> None:
-        """``jobs``: where questions are worked on; ``permission``: who may ask them."""
+        """``jobs``: work on questions. ``permission``: the right of a sender to ask."""
         self.run = run
         self.is_ending = False  # nobody waits for an answer any more
         self.jobs = jobs or PageJobs(Workplace(run.path, TaskAccess()))

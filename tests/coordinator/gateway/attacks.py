@@ -1,4 +1,4 @@
-"""Malformed and misleading requests, all of which a gateway must refuse."""
+"""Malformed and misleading requests that a gateway must refuse."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def scene(hand: Hand, redis: RedisSettings) -> Scene:
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gateways and coordinators look at what has changed more often than once a second."""
+    """Gateways and coordinators read changes more often than once a second."""
     monkeypatch.setattr(service, "_LOOK_S", 0.2)
     monkeypatch.setattr(sweep, "_SWEEP_S", 0.2)
 

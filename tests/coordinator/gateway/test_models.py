@@ -300,7 +300,7 @@ async def test_chunk_of_redis_goes_before_the_next_is_read() -> None:
             piece = await source.piece(begin, 3 * CHUNK)
             assert piece == bytes([begin // CHUNK]) * len(piece)
             begin += len(piece)
-            del piece  # as whoever sends it
+            del piece  # as a sender does
     assert held == [0, 0, 0]
     assert readers.has_room
 
