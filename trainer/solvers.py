@@ -293,9 +293,10 @@ def minibatches_in(samples: int, solver: SolverSettings) -> int:
     """The number of minibatches that covers as many samples as there are."""
     if not samples:
         return 0
+    whole, left = divmod(samples, _size(samples, solver))
     if solver.sampling == "fresh" or is_drawn(samples, solver):
-        return math.ceil(samples / _size(samples, solver))
-    return len(pass_sizes(samples, solver))
+        return whole + (left > 0)
+    return whole + (left > 1 and not solver.drop_last)
 
 
 class Cancelled(Exception):
