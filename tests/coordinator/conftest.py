@@ -17,12 +17,6 @@ from tests.support import Clock, Hand
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the scheduler's own."""
     return Clock(monkeypatch)

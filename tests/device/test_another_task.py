@@ -25,12 +25,6 @@ SAID = "a device's task is not the run's"
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 async def place(hand: Hand, redis: RedisSettings) -> AsyncIterator[Place]:
     """The gateway of a run with ten devices."""
     hand.layout = layout_of(Steps().model())

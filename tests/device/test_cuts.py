@@ -110,12 +110,6 @@ def breaks(draw: random.Random, count: int, size: int) -> list[int]:
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def task() -> Adds:
     """A model of 44 MB, to which training adds one."""
     return Adds(PARAMETERS)

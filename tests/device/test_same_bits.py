@@ -18,12 +18,6 @@ from tests.support import Hand, context, running
 from tests.trainer.stepping import SGD, H, Steps, answers, begun
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis, for the trainer."""
-    return any_redis
-
-
 @pytest.mark.parametrize(
     ("name", "sends"),
     [

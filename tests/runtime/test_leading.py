@@ -18,12 +18,6 @@ from tests.support import context, counted, wait_until
 AN_HOUR_S = 3600.0  # of a lease: nobody waits for it to run out
 
 
-@pytest.fixture
-def redis(any_redis: object) -> object:
-    """One version of Redis is enough: test_lease.py tries them all."""
-    return any_redis
-
-
 def lease_of(client: Client, keys: Keys, name: str) -> Lease:
     return Lease(client, keys, "scheduler", name, seconds=AN_HOUR_S)
 

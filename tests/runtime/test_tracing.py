@@ -75,12 +75,6 @@ async def receiver() -> AsyncIterator[tuple[Receiver, str]]:
     await runner.cleanup()
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
 async def test_four_services_report_one_trace_for_each_task(
     receiver: tuple[Receiver, str], redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> None:

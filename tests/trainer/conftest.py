@@ -22,12 +22,6 @@ from tests.trainer.stepping import SGD, Course
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def task() -> Iterator[Task]:
     """The trainers' task, unless a test has one of its own."""
     task = Adds()

@@ -21,12 +21,6 @@ JOURNAL = set(JournalSettings.model_fields) - set(UpdaterSettings.model_fields)
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where the journal is."""
     return tmp_path / "journal"

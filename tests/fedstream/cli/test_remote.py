@@ -26,12 +26,6 @@ Command = Callable[..., Awaitable[tuple[int, str, str]]]
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `fedstream status`, or another one: exit code, stdout and stderr."""
 

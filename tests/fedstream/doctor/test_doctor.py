@@ -26,12 +26,6 @@ from tests.fedstream.doctor.conftest import Change, Look, wrong
 from tests.support import Hand, layout_of, snapshot
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis: only rights differ between its releases."""
-    return any_redis
-
-
 def the_one(findings: list[Finding], level: str, about: str) -> str:
     """The line of the only finding of that level, which has to be about that."""
     [finding] = [one for one in findings if one.level == level]

@@ -23,12 +23,6 @@ from tests.support import snapshot
 DAY = 86_400
 
 
-@pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
 SITES = 'coordinator.sites=["pool","gateway"]'
 
 

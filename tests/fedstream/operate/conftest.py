@@ -17,12 +17,6 @@ Command = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis: tests/broker has tried the scripts on each."""
-    return any_redis
-
-
-@pytest.fixture
 def command(
     hand: Hand,
     redis: RedisSettings,

@@ -77,12 +77,6 @@ class Stream:
 
 
 @pytest.fixture
-def redis(any_redis: RedisSettings) -> RedisSettings:
-    """One Redis."""
-    return any_redis
-
-
-@pytest.fixture
 def serve(redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Serves the page of a configuration; it looks every 20 ms."""
     monkeypatch.setattr(broadcast, "_LEAST_S", 0.02)
