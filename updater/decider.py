@@ -1,190 +1,126 @@
-"""Deciding on queue entries: each update is checked and mixed in by the strategy."""
+"""Deciding on queue entries, without I/O: each update is checked and mixed in by the strategy.
+
+The simulation shares the checks. The updater alone decides on reasons that concern the pipeline
+(the run is over, a blob is gone).
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
-from fedstream.broker.keys import Keys
+import numpy as np
+
+from fedstream.broker.blobs import chunks_of
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import Entry
 from fedstream.core import reasons
-from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, Undecodable
+from fedstream.core.digest import algorithm_of
+from fedstream.core.errors import Undecodable
 from fedstream.core.formats import F32, Format, format_of
-from fedstream.core.layout import Model, Payload
-from fedstream.core.messages import (
-    Outcome,
-    RoundEnd,
-    SetQuarantine,
-    Upload,
-    Version,
-)
+from fedstream.core.given import given
+from fedstream.core.layout import Layout, Model, Payload
+from fedstream.core.messages import Outcome, RoundEnd, Sends, SetQuarantine, Upload, Version
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
-from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.journal.rebuild import end_of
+from fedstream.journal.norms import sizes
+from fedstream.journal.progress import Progress, Step, close_round, take, weight_of
+from fedstream.journal.rebuild import end_of, unfit
 from fedstream.journal.records import DROPPED_ROUNDS, QUARANTINES, WIRE_FORMATS, Counted
-from fedstream.runtime.service import Context
-from fedstream.updater import refusals
-from fedstream.updater.intake import LARGE, Intake, Queued
-from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.publisher import blob_of, version_of
-from fedstream.updater.state import Change, RunState, Undecided
+from fedstream.strategies import State, Strategy
+from fedstream.strategies.mixing import norm
+from fedstream.updater.buffers import BufferPool
+from fedstream.updater.state import Change, RunState
+
+MOST_COUNTED = 1_000_000  # most minibatches that one update may add to a batch norm's counter
+LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,
+LARGEST_DELTA = 1e30  # nor can a batch's sum of deltas within this, times its rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decider:
-    """Makes a change of each queue entry, on top of a state."""
+    """Turns queue entries into changes, each on top of a state.
 
-    context: Context
-    metrics: UpdaterMetrics
-    intake: Intake
-    keys: Keys
-    ledger: UpdaterLedger
-    lease: Lease
+    Only the returned change may follow the state, because the strategy's memory contains it
+    already. Exception: while lost versions are being remade, the decision uses a copy of the
+    memory, so a change that belongs to none of them leaves the state unchanged.
+    """
+
+    lease: Lease  # its epoch and nonce name the versions
+    spares: BufferPool
+    now: Callable[[], float]
+    timed: Callable[[str], AbstractContextManager[None]]
     max_norm: float | None
     norm_factor: float
     max_samples: int | None  # None: bounded by other devices' claims
     weights: bool  # the journal keeps the updates' bytes
-    said: Callable[[str], bool]  # whether the segment's head declares a need to its readers
     format: Format  # of published models
 
-    async def change(self, queued: Queued, state: RunState) -> Change | Undecided | None:
-        """Decide on a queue entry; None if the entry is undecodable or no longer expected.
+    # an update
 
-        Afterwards only the returned change may follow ``state``, because the strategy's memory
-        contains it already. Exception: while lost versions are being remade, the decision uses a
-        copy of the memory, so a change that belongs to none of them leaves ``state`` unchanged.
+    def check(self, upload: Upload, state: RunState) -> tuple[Upload, str]:
+        """The upload with the samples that it counts with, and the reason to refuse it unread.
+
+        '' for no reason.
         """
-        entry, message = queued.entry, queued.message
-        if isinstance(message, BadMessage):
-            await self.ledger.bury(self.keys.queue, "", entry, str(message))
-            return None
-        if isinstance(message, RoundEnd):
-            if message.drops and not self.said(DROPPED_ROUNDS):
-                return Undecided(DROPPED_ROUNDS)
-            apart = self._apart(state)
-            return await self._off_loop(state, lambda: self._round_end(entry, message, apart))
-        if isinstance(message, SetQuarantine):
-            changed = _quarantined(entry, message, state, self.ledger.now())
-            is_said = changed.record is None or self.said(QUARANTINES)
-            return changed if is_said else Undecided(QUARANTINES)
-        # Checked before mixing into the strategy's memory, which cannot be undone.
-        if message.format != F32.name and not self.said(WIRE_FORMATS):
-            return Undecided(WIRE_FORMATS)
-        if (end := state.ends.get(message.task)) is not None:
-            await self.intake.unfetch(entry)
-            self._warn("update already in the journal", message)
-            return Change(entry.id, None, (), state.progress, end=end, blob=message.blob)
-        change = await self._update(entry, message, state)
-        if change is None:
-            self._warn("update no longer expected", message)
-        elif change.end is not None and change.end.reason:
-            self._warn("update refused", message, reason=change.end.reason)
-        return change
-
-    def _warn(self, event: str, upload: Upload, **about: str) -> None:
-        self.context.log.warning(event, task=upload.task, device=upload.device, **about)
-
-    async def _update(self, entry: Entry, upload: Upload, state: RunState) -> Change | None:
-        """Check an update and mix it in; None if Redis no longer expects it."""
         upload = state.progress.norms.weighable(upload, self.max_samples)
-        refusal = (
-            reasons.RUN_FINISHED
-            if state.is_over
-            else reasons.DEVICE_QUARANTINED
-            if upload.device in state.quarantines.by_device
+        if state.is_over:
+            return upload, reasons.RUN_FINISHED
+        if upload.device in state.quarantines.by_device:
+            return upload, reasons.DEVICE_QUARANTINED
+        if upload.tau < state.forgotten:
             # The journal no longer shows whether the update was applied before.
-            else reasons.TOO_OLD
-            if upload.tau < state.forgotten
-            else refusals.by_word(upload, state.strategy, state.progress.state)
-        )
-        if refusal:
-            await self.intake.unfetch(entry)
-            return self._refused(entry, upload, state.progress, refusal, state.besides)
-        try:
-            with self.metrics.timed("fetch"):
-                update = await self.intake.fetched(entry, upload, state.layout, state.ends)
-        except BlobMissing:
-            # If the update is not awaited, Redis fell back to a state before its admission, so
-            # it may come again; or our successor has processed it.
-            refusal = reasons.BLOB_MISSING
-            if not await self.ledger.awaits(upload):
-                return None
-        except BlobDamaged:
-            refusal = reasons.DIGEST
-        if refusal:
-            return self._refused(entry, upload, state.progress, refusal, state.besides)
-        spares = self.intake.spares
-        into = update if isinstance(update, Model) else spares.model(state.layout)
-        spare, apart = spares.model(state.layout), self._apart(state)
-        return await self._off_loop(
-            state, lambda: self._mixed_in(entry, upload, update, into, spare, apart)
-        )
+            return upload, reasons.TOO_OLD
+        return upload, refusal_by_metadata(upload, state.strategy, state.progress.state)
 
-    def _apart(self, state: RunState) -> RunState:
-        """The state whose memory may be written: a copy if the change may be dropped later."""
-        if state.ahead is None:
-            return state
-        memory = state.progress.state.memory
-        return state.apart(memory.model and self.intake.spares.model(state.layout))
+    def mix_in(self, entry: Entry, upload: Upload, sent: Payload, state: RunState) -> Change:
+        """Decode a checked update, check its content, and mix it in.
 
-    # arithmetic
-
-    def _mixed_in(
-        self,
-        entry: Entry,
-        upload: Upload,
-        sent: Payload,
-        update: Model,
-        spare: Model,
-        state: RunState,
-    ) -> Change:
-        """Decode an update into ``update``, check its content, and mix it in."""
-        before, timed, unused = state.progress, self.metrics.timed, (update, spare, sent)
+        ``sent``: the update as received, a Model unless it is encoded.
+        """
+        spares, timed = self.spares, self.timed
+        update = sent if isinstance(sent, Model) else spares.model(state.layout)
+        spare, state = spares.model(state.layout), self._apart(state)
+        unused: tuple[Payload, ...] = (update, spare, sent)
         if sent is not update:
             try:
                 with timed("decode"):
                     format_of(upload.format).decode(sent.buffer, update)
             except Undecodable as error:
-                return self._refused(
-                    entry, upload, before, error.reason, state.besides, used=unused
-                )
+                return self.refuse(entry, upload, state, error.reason, used=unused)
         with timed("check"):
-            refusal, sizes = refusals.by_content(
+            refusal, counted = refusal_by_content(
                 upload,
                 state.strategy,
                 update,
-                before,
+                state.progress,
                 max_norm=self.max_norm,
                 norm_factor=self.norm_factor,
             )
-        before = before.with_sizes(sizes)
         if refusal:
-            return self._refused(entry, upload, before, refusal, state.besides, sizes, unused)
+            return self.refuse(entry, upload, state, refusal, counted, unused)
         with timed("mix"):
+            before = state.progress.with_sizes(counted)
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return self._refused(
-                entry, upload, before, reasons.TOO_STALE, state.besides, sizes, unused
-            )
-        version, given, finish = self._made(state, step)
-        outcome: Outcome = "applied" if step.decision.outcome == "applied" else "buffered"
+            return self.refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
+        version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,
             upload=_as_recorded(upload),
-            outcome=outcome,
+            outcome="applied" if step.decision.outcome == "applied" else "buffered",
             staleness=step.decision.staleness,
             weight=step.decision.weight,
             version=step.after.state.version,
             digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else self.ledger.now(),
+            time=version.time if version else self.now(),
             received=entry.time,
             finished=finish,
             counts=dict(state.besides),
-            sizes=sizes,
+            sizes=counted,
         )
         return Change(
             entry.id,
@@ -195,15 +131,44 @@ class Decider:
             end_of(record),
             upload.blob,
             finish,
-            given=given,
-            used=(before.state.model, update, spare, sent),
+            given=payload,
+            used=(before.state.model, *unused),
         )
 
-    def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
+    def refuse(
+        self,
+        entry: Entry,
+        upload: Upload,
+        state: RunState,
+        reason: str,
+        counted: Counted = (),
+        used: tuple[Payload, ...] = (),
+    ) -> Change:
+        """The change for a refused update, which never reaches the model."""
+        outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
+        record = Taken(
+            entry=entry.id,
+            upload=_as_recorded(upload),
+            outcome=outcome,
+            reason=reason,
+            staleness=max(0, state.version - upload.since),
+            version=state.version,
+            time=self.now(),
+            received=entry.time,
+            counts=dict(state.besides),
+            sizes=counted,
+        )
+        after, end = state.progress.with_sizes(counted), end_of(record)
+        return Change(entry.id, record, (), after, end=end, blob=upload.blob, used=used)
+
+    # control entries
+
+    def end_round(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
         """End a round: make a version of the buffered updates, unless it was made already.
 
         A dropped round makes no version; the request is ignored if another round has begun.
         """
+        state = self._apart(state)
         before = state.progress
         if state.ends.obeyed(entry.id):
             return Change(entry.id, None, (), before)
@@ -217,7 +182,7 @@ class Decider:
             if late
             else close_round(state.strategy, before, message.version, drops=dropped > 0)
         )
-        version, given, finish = self._made(state, step)
+        version, payload, finish = self._made(state, step)
         record = RoundClosed(
             entry=entry.id,
             round=message.version,
@@ -227,15 +192,41 @@ class Decider:
             version=step.after.state.version,
             digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else self.ledger.now(),
+            time=version.time if version else self.now(),
             received=entry.time,
             finished=finish,
             counts=dict(state.besides),
         )
         used = tuple(before.state.models()) if version is not None or dropped else ()
         return Change(
-            entry.id, record, (), step.after, version, finish=finish, used=used, given=given
+            entry.id, record, (), step.after, version, finish=finish, used=used, given=payload
         )
+
+    def set_quarantine(self, entry: Entry, wanted: SetQuarantine, state: RunState) -> Change:
+        """Put devices in quarantine or release them; without a record if nothing changes."""
+        before, devices = state.progress, state.quarantines.changed(wanted)
+        if not devices or state.ends.obeyed(entry.id):
+            return Change(entry.id, None, (), before)
+        record = QuarantineSet(
+            entry=entry.id,
+            devices=devices,
+            release=wanted.release,
+            why=wanted.why,
+            version=state.version,
+            time=self.now(),
+            received=entry.time,
+            counts=dict(state.besides),
+        )
+        return Change(entry.id, record, (), before)
+
+    # both
+
+    def _apart(self, state: RunState) -> RunState:
+        """The state whose memory may be written: a copy if the change may be dropped later."""
+        if state.ahead is None:
+            return state
+        memory = state.progress.state.memory
+        return state.apart(memory.model and self.spares.model(state.layout))
 
     def _made(
         self, state: RunState, step: Step
@@ -243,76 +234,154 @@ class Decider:
         """The version that a step made, its published payload, and why the version ends the run."""
         if step.made is None:
             return None, None, None
-        model = step.after.state.model
-        with self.metrics.timed("digest"):
+        model, number = step.after.state.model, step.after.state.version
+        epoch = self.lease.number
+        with self.timed("digest"):
             digest = model.digest_like(state.digest)
-        number, epoch = step.after.state.version, self.lease.number
-        with self.metrics.timed("encode"):
-            version, given = version_of(
+        with self.timed("encode"):
+            version, payload = version_of(
                 model,
                 self.format,
                 state.strategy.sends,
-                self.intake.spares.room,
+                self.spares.room,
                 version=number,
-                time=self.ledger.now(),
+                time=self.now(),
                 epoch=epoch,
                 parent=number - 1,
                 digest=digest,
                 blob=blob_of(number, epoch, self.lease.nonce),
                 updates=step.made,
             )
-        return version, given, f"version {number} reached" if number >= state.run.versions else None
-
-    def _refused(
-        self,
-        entry: Entry,
-        upload: Upload,
-        before: Progress,
-        reason: str,
-        counts: Mapping[str, int],
-        sizes: Counted = (),
-        used: tuple[Payload, ...] = (),
-    ) -> Change:
-        """The change for a refused update, which never reaches the model."""
-        outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
-        version = before.state.version
-        record = Taken(
-            entry=entry.id,
-            upload=_as_recorded(upload),
-            outcome=outcome,
-            reason=reason,
-            staleness=max(0, version - upload.since),
-            version=version,
-            time=self.ledger.now(),
-            received=entry.time,
-            counts=dict(counts),
-            sizes=sizes,
-        )
-        return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob, used=used)
-
-    async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
-        """Run arithmetic on a large model in a thread, on a small one here."""
-        return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()
+        finish = f"version {number} reached" if number >= state.run.versions else None
+        return version, payload, finish
 
 
-def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState, now: float) -> Change:
-    """Put devices in quarantine or release them; without a record if nothing changes."""
-    before, devices = state.progress, state.quarantines.changed(wanted)
-    if not devices or state.ends.obeyed(entry.id):
-        return Change(entry.id, None, (), before)
-    record = QuarantineSet(
-        entry=entry.id,
-        devices=devices,
-        release=wanted.release,
-        why=wanted.why,
-        version=state.version,
-        time=now,
-        received=entry.time,
-        counts=dict(state.besides),
-    )
-    return Change(entry.id, record, (), before)
+def need_of(entry: Entry, message: Upload | RoundEnd | SetQuarantine, state: RunState) -> str:
+    """The need that a segment's head must declare before it can record an entry; '' for none."""
+    if isinstance(message, Upload):
+        return WIRE_FORMATS if message.format != F32.name else ""
+    if isinstance(message, RoundEnd):
+        return DROPPED_ROUNDS if message.drops else ""
+    changes = state.quarantines.changed(message) and not state.ends.obeyed(entry.id)
+    return QUARANTINES if changes else ""
 
 
 def _as_recorded(upload: Upload) -> Upload:
     """The upload without the fields that only a reader of its blob needs."""
     return upload.model_copy(update={"chunks": None})
+
+
+# versions
+
+
+def blob_of(version: int, epoch: int, nonce: str) -> str:
+    """A unique name for the blob of a version's model, never reused for other bytes."""
+    return f"{version}.{epoch}.{nonce}"
+
+
+def version_of(
+    model: Model,
+    how: Format,
+    sends: Sends,
+    room: Callable[[int], Payload] = Payload.empty,
+    *,
+    version: int,
+    **about: Any,
+) -> tuple[Version, Payload]:
+    """Make a version and its payload in the format ``how``. ``about``: the version's other fields.
+
+    ``room``: allocates the payload if the format needs memory of its own.
+    """
+    one = given(
+        model, how, room, version=version, sends=sends, digests=algorithm_of(about["digest"])
+    )
+    size, encoded = one.payload.buffer.nbytes, one.encoded
+    if encoded is not None:
+        about |= {"format": encoded.format, "given": encoded.digest}
+    about |= {"size": size, "chunks": chunks_of(size)}
+    return Version(version=version, **about), one.payload
+
+
+# the checks of updates
+
+
+def refusal_by_metadata(upload: Upload, rule: Strategy, state: State) -> str:
+    """The reason to refuse an update by its metadata, before it is read; '' for none."""
+    limit = rule.max_staleness
+    if upload.tau > state.version:
+        return reasons.UNKNOWN_BASE
+    if limit is not None and state.version - upload.since > limit:
+        return reasons.TOO_STALE
+    if (why := unfit(rule, upload)) != "":
+        return why
+    if upload.sends != rule.sends:
+        return reasons.sends(upload.sends)
+    layout = state.model.layout
+    if upload.layout != layout.signature:
+        return reasons.LAYOUT
+    return refusal_by_format(upload, layout)
+
+
+def refusal_by_format(upload: Upload, layout: Layout) -> str:
+    """The reason to refuse an update by its format and encoded size; '' for none."""
+    try:
+        how = format_of(upload.format)
+    except Undecodable as error:
+        return error.reason
+    if how.of_changes and upload.sends == "model":
+        return reasons.WIRE_FORMAT
+    least, most = how.sizes(layout)
+    return "" if least <= upload.size <= most else reasons.SIZE
+
+
+def refusal_by_content(
+    upload: Upload,
+    rule: Strategy,
+    update: Model,
+    before: Progress,
+    *,
+    max_norm: float | None,
+    norm_factor: float,
+) -> tuple[str, Counted]:
+    """The reason to refuse an update by its content, '' for none, if its metadata is right.
+
+    Also returns the sizes by which later updates are judged; () if this update's don't count.
+    Raises ConfigError if the rule can't weigh the update.
+    """
+    x = before.state.model
+    size = norm(update.floats)
+    refusal = refusal_by_norm(upload, rule, size, max_norm) or refusal_by_integers(update, x)
+    if not refusal and rule.sends == "delta":  # whose weighted sum could overflow float32
+        weight = weight_of(rule, before.state.version, upload)
+        refusal = reasons.NORM_TOO_LARGE if weight * size > LARGEST_DELTA else ""
+    if refusal or not norm_factor:
+        return refusal, ()
+    usual, counted = before.norms.judged(sizes(upload, rule, update, x), norm_factor, x)
+    return "" if usual else reasons.NORM_TOO_LARGE, counted
+
+
+def refusal_by_integers(update: Model, x: Model) -> str:
+    """The reason to refuse an update by its integers, compared with model ``x``; '' for none."""
+    layout, new, old = x.layout, update.integers, x.integers
+    stay, counters = slice(layout.counters.start), layout.counters
+    allowed = not layout.integers or (
+        np.array_equal(new[stay], old[stay])
+        and np.all(new[counters] >= 0)
+        and np.all(new[counters] - old[counters] <= MOST_COUNTED)
+        and all(
+            np.all((least <= new[at]) & (new[at] <= largest))
+            for at, least, largest in layout.variables
+        )
+    )
+    return "" if allowed else reasons.INTEGERS
+
+
+def refusal_by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None) -> str:
+    """The reason to refuse an update by its norm, '' for none, if its metadata is right."""
+    if not math.isfinite(size):
+        return reasons.NOT_FINITE
+    largest = LARGEST if rule.sends == "model" else LARGEST_DELTA
+    scaled = size / (upload.lr * upload.steps) if rule.by_steps else size
+    if size > (max_norm or largest) or max(size, scaled) > largest:
+        return reasons.NORM_TOO_LARGE
+    return ""

@@ -19,7 +19,7 @@ from fedstream.core.formats import F32
 from fedstream.core.layout import Layout, Payload
 from fedstream.core.messages import RoundEnd, SetQuarantine, Upload, decode
 from fedstream.updater.buffers import BufferPool
-from fedstream.updater.refusals import by_format
+from fedstream.updater.decider import refusal_by_format
 from fedstream.updater.state import Ends
 
 BATCH = 16  # entries per read; small updates share a journal write
@@ -108,8 +108,8 @@ class Intake:
     async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Payload:
         """The update as received: a Model unless it is encoded.
 
-        The upload must have passed :func:`fedstream.updater.refusals.by_word`. A small update is
-        fetched together with the next ones in the backlog; a large one was usually prefetched
+        The upload must have passed :meth:`fedstream.updater.decider.Decider.check`. A small update
+        is fetched together with the next ones in the backlog; a large one was usually prefetched
         during the previous update's mixing. Raises BlobMissing or BlobDamaged.
         """
         if is_small(layout):
@@ -232,6 +232,6 @@ def _is_fit(upload: Upload, layout: Layout, ends: Ends) -> bool:
     """Whether an update may be fetched early: its size is right and its task is open."""
     return (
         upload.layout == layout.signature
-        and not by_format(upload, layout)
+        and not refusal_by_format(upload, layout)
         and ends.get(upload.task) is None
     )

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from fedstream.broker.client import Client
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.streams import BLOCK_MS, Look, time_in
-from fedstream.core.errors import OutOfMemory
+from fedstream.broker.streams import BLOCK_MS, Entry, Look, time_in
+from fedstream.core import reasons
+from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, OutOfMemory
 from fedstream.core.layout import Payload
+from fedstream.core.messages import RoundEnd, SetQuarantine, Upload
 from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.service import Context
-from fedstream.updater.commit import Commits, PendingCommit
-from fedstream.updater.decider import Decider
-from fedstream.updater.intake import Intake, is_small, together
+from fedstream.updater.commit import Commits, PendingCommit, Publisher
+from fedstream.updater.decider import Decider, need_of
+from fedstream.updater.intake import LARGE, Intake, QueueMessage, is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.publisher import Publisher
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
-from fedstream.updater.state import Change, RunState, Undecided
+from fedstream.updater.state import Change, RunState
 
 _SILENT_S = 600.0  # without a version, before this is logged
 
@@ -139,22 +140,22 @@ class Loop:
         state, backlog, ahead = self.state, self.intake.backlog, self.state.ahead
         most, finishing = together(state.layout), False
         while backlog and len(self.unwritten) < most and not finishing:
+            entry, message = backlog[0].entry, backlog[0].message
+            if isinstance(message, BadMessage):
+                await self.ledger.bury(self.ledger.keys.queue, "", entry, str(message))
+                backlog.popleft()
+                continue
+            need = need_of(entry, message, state)
+            if need and not self.recorder.says(need):
+                if not self.unwritten:  # else they are written first
+                    self.state = await self.recovery.begin_segment(state, "continued", needs={need})
+                return
             published_digest = None
             if ahead is not None:
                 # Ask first: the question may fail, and the update would be mixed in for nothing.
                 published_digest = await self.ledger.digest(state.version + 1)
-            change = await self.decider.change(backlog[0], state)
-            if isinstance(change, Undecided):
-                if not self.unwritten:  # else they are written first
-                    self.state = await self.recovery.begin_segment(
-                        state, "continued", needs={change.need}
-                    )
-                return
-            if (
-                change is not None
-                and ahead is not None
-                and not change.remakes(ahead, published_digest)
-            ):
+            change = await self._change(entry, message, state)
+            if ahead is not None and change and not change.remakes(ahead, published_digest):
                 await self._adopt(ahead)
                 return
             backlog.popleft()
@@ -164,6 +165,45 @@ class Loop:
                 state.ends.decide(change)
                 state = after
                 finishing = change.finish is not None
+
+    async def _change(self, entry: Entry, message: QueueMessage, state: RunState) -> Change | None:
+        """Decide on an entry on top of ``state``; None for an update that Redis doesn't expect."""
+        decider = self.decider
+        if isinstance(message, SetQuarantine):
+            return decider.set_quarantine(entry, message, state)
+        if isinstance(message, RoundEnd):
+            return await _off_loop(state, partial(decider.end_round, entry, message, state))
+        # Checked before mixing into the strategy's memory, which cannot be undone.
+        if (end := state.ends.get(message.task)) is not None:
+            await self.intake.unfetch(entry)
+            self._warn("update already in the journal", message)
+            return Change(entry.id, None, (), state.progress, end=end, blob=message.blob)
+        upload, refusal = decider.check(message, state)
+        if refusal:
+            await self.intake.unfetch(entry)
+        else:
+            try:
+                with self.metrics.timed("fetch"):
+                    sent = await self.intake.fetched(entry, upload, state.layout, state.ends)
+            except BlobMissing:
+                # If the update is not awaited, Redis fell back to a state before its admission, so
+                # it may come again; or our successor has processed it.
+                if not await self.ledger.awaits(upload):
+                    self._warn("update no longer expected", upload)
+                    return None
+                refusal = reasons.BLOB_MISSING
+            except BlobDamaged:
+                refusal = reasons.DIGEST
+        if refusal:
+            change = decider.refuse(entry, upload, state, refusal)
+        else:
+            change = await _off_loop(state, partial(decider.mix_in, entry, upload, sent, state))
+        if change.end is not None and change.end.reason:
+            self._warn("update refused", upload, reason=change.end.reason)
+        return change
+
+    def _warn(self, event: str, upload: Upload, **about: str) -> None:
+        self.context.log.warning(event, task=upload.task, device=upload.device, **about)
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.
@@ -336,3 +376,8 @@ class Loop:
         self.commits.begin_from(state)
         self.intake.rewind()
         self.metrics.version.set(state.version)
+
+
+async def _off_loop(state: RunState, work: Callable[[], Change]) -> Change:
+    """Run arithmetic on a large model in a thread, on a small one here."""
+    return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()

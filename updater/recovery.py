@@ -55,8 +55,8 @@ from fedstream.strategies import (
     strategy_of,
     without_batch,
 )
+from fedstream.updater.commit import Publisher
 from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.publisher import Publisher
 from fedstream.updater.state import Ends, RunState
 
 T = TypeVar("T")

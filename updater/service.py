@@ -33,12 +33,11 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.service import Context, lead, repeat
 from fedstream.strategies import StrategySettings
-from fedstream.updater.commit import Commits
+from fedstream.updater.commit import Commits, Publisher
 from fedstream.updater.decider import Decider
 from fedstream.updater.intake import Intake
 from fedstream.updater.loop import Loop, Upkeep
 from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.publisher import Publisher
 from fedstream.updater.recovery import Recovery
 
 
@@ -144,17 +143,14 @@ class Updater:
             digests=self._digests,
         )
         decider = Decider(
-            context=context,
-            metrics=metrics,
-            intake=intake,
-            keys=self._keys,
-            ledger=ledger,
             lease=lease,
+            spares=intake.spares,
+            now=ledger.now,
+            timed=metrics.timed,
             max_norm=self._settings.max_norm,
             norm_factor=self._settings.norm_factor,
             max_samples=self._settings.max_samples,
             weights=self._journal.weights,
-            said=recorder.says,
             format=self._format,
         )
         commits = Commits(

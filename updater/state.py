@@ -69,13 +69,6 @@ class Change:
         return not (isinstance(record, Taken) and record.upload.tau > record.version)
 
 
-@dataclass(frozen=True)
-class Undecided:
-    """An entry that needs a new segment first, whose head declares ``need`` to its readers."""
-
-    need: str
-
-
 class Ends:
     """The ended tasks and processed control entries, of journalled and of decided changes.
 

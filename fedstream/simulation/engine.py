@@ -32,7 +32,7 @@ from fedstream.strategies import State
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
 from fedstream.trainer.task import declared_goals
-from fedstream.updater import refusals
+from fedstream.updater.decider import refusal_by_content, refusal_by_metadata
 
 if TYPE_CHECKING:
     from torch import nn
@@ -482,9 +482,9 @@ class _Simulation:
         )
         rule, limits = self._strategy, self._settings.updater
         sizes: Counted = ()
-        refusal = refusals.by_word(upload, rule, before.state) or undecodable
+        refusal = refusal_by_metadata(upload, rule, before.state) or undecodable
         if not refusal:
-            refusal, sizes = refusals.by_content(
+            refusal, sizes = refusal_by_content(
                 upload,
                 rule,
                 update,

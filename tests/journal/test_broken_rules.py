@@ -19,7 +19,7 @@ from fedstream.strategies import (
     Strategy,
     Update,
 )
-from fedstream.updater.refusals import by_content
+from fedstream.updater.decider import refusal_by_content
 from tests.support import layout_of, model_of
 from tests.updater.states import upload_of
 
@@ -109,4 +109,5 @@ def test_delta_that_its_weight_would_make_overflow_is_refused(
             return weigh(samples)
 
     sent = model_of(LAYOUT, 1e20, 0.0)
-    assert by_content(UPLOAD, Claimed(), sent, BEFORE, max_norm=None, norm_factor=0.0)[0] == why
+    refusal, _ = refusal_by_content(UPLOAD, Claimed(), sent, BEFORE, max_norm=None, norm_factor=0.0)
+    assert refusal == why

@@ -20,8 +20,7 @@ from fedstream.strategies import (
     ScaffoldSettings,
     Strategy,
 )
-from fedstream.updater import refusals
-from fedstream.updater.refusals import LARGEST_DELTA
+from fedstream.updater.decider import LARGEST_DELTA, refusal_by_norm
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 from tests.updater.journalled import held, reasons
 from tests.updater.states import upload_of
@@ -189,7 +188,7 @@ def test_size_check_is_pure(
     rule: Strategy, norm: float, max_norm: float | None, reason: str
 ) -> None:
     upload = upload_of("t", tau=0, steps=2)
-    assert refusals.by_norm(upload, rule.build(10), norm, max_norm) == reason
+    assert refusal_by_norm(upload, rule.build(10), norm, max_norm) == reason
 
 
 @pytest.mark.usefixtures("begun")

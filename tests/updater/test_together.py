@@ -19,8 +19,8 @@ from fedstream.core.records import Commit, Committed
 from fedstream.journal import Taken
 from fedstream.journal.recorder import Recorder
 from fedstream.strategies import FedAvgSettings
+from fedstream.updater.commit import Publisher
 from fedstream.updater.intake import BATCH
-from fedstream.updater.publisher import Publisher
 from tests.journal.test_recorder import Disk, tasks
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.breaking import COMMIT, makes_more

@@ -15,7 +15,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State
 from fedstream.strategies.staleness import Constant, Polynomial
-from fedstream.updater.refusals import by_word
+from fedstream.updater.decider import refusal_by_metadata
 from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import records
@@ -191,4 +191,4 @@ def test_staleness_counts_from_the_older_version(
     upload = claiming(1, tau=tau, layout=model.layout.signature, handed=handed)
     rule = FedAsyncSettings(max_staleness=1).build()
     assert upload.since == since
-    assert by_word(upload, rule, State(5, model)) == why
+    assert refusal_by_metadata(upload, rule, State(5, model)) == why

@@ -28,7 +28,7 @@ from fedstream.strategies import (
     Update,
 )
 from fedstream.strategies.mixing import count, distance, norm
-from fedstream.updater import refusals
+from fedstream.updater.decider import refusal_by_content, refusal_by_integers
 from tests.support import Hand, context, model_of, running, wait_until
 from tests.updater.journalled import HALF, records, refused
 from tests.updater.states import upload_of
@@ -304,8 +304,8 @@ X = (0, 1, 2, 50, 3, -3, 0)
 )
 def test_integers_change_only_as_the_layout_allows(integers: tuple[int, ...], reason: str) -> None:
     x, update = model_of(INTEGERS, integers=X), model_of(INTEGERS, integers=integers)
-    assert refusals.by_integers(update, x) == reason
-    found, _ = refusals.by_content(
+    assert refusal_by_integers(update, x) == reason
+    found, _ = refusal_by_content(
         UPLOAD, HALF.build(), update, Progress(State(0, x)), max_norm=None, norm_factor=0
     )
     assert found == reason
