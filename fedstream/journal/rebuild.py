@@ -67,8 +67,8 @@ def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None
         path = segment.path.with_name(name)
         if not path.exists():
             raise JournalError(
-                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
-                f"{len(missing)} devices, such as device {min(missing)}: restore it"
+                f"{path}: is missing, but {segment.path.name} needs it for {len(missing)} vectors, "
+                f"such as {vectors.label(min(missing))}: restore it"
             )
         with Segment(path) as other:
             _load(other, missing, vectors)
@@ -84,11 +84,11 @@ def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
         segment.load(record, vector)
         if not vector.is_of(message.digest):
             raise JournalDamaged(
-                f"{record.place.where}: the device's vector does not match its digest"
+                f"{record.place.where}: {vectors.label(message.device)} does not match its digest"
             )
         devices.discard(message.device)
     if devices:
-        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
+        raise JournalDamaged(f"{segment.path}: lacks {vectors.label(min(devices))}")
 
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
@@ -132,7 +132,7 @@ def check_checkpoint(segment: Segment) -> None:
     if said.memory is not None:
         parts.append(("the checkpoint's memory", record, size, size, said.memory))
     parts += [
-        ("the device's vector", one, 0, one.payload_bytes, message.digest)
+        ("a vector", one, 0, one.payload_bytes, message.digest)
         for one, message in segment.vectors()
     ]
     for what, one, begin, nbytes, digest in parts:

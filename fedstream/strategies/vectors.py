@@ -49,7 +49,6 @@ class DeviceVectors:
         self._vectors: dict[int, Floats] = {}
         self._shared: set[int] = set()  # numbers of vectors that are shared with a copy
         self._free: list[Floats] = []  # allocated, the next one last
-        self._bytes = 0  # allocated bytes
         self._zero = np.zeros(floats, np.float32)
 
     def __contains__(self, key: int | str) -> bool:
@@ -84,10 +83,17 @@ class DeviceVectors:
             self.devices, self._floats, names=self.names, in_memory=self._in_memory
         )
         copied.heard, copied.changed = set(self.heard), set(self.changed)
-        copied._vectors, copied._bytes = dict(self._vectors), self._bytes
+        copied._vectors = dict(self._vectors)
         self._shared, copied._shared = set(self._vectors), set(self._vectors)
         copied._free, self._free = self._free, []  # the copy is usually the one written to
         return copied
+
+    def label(self, number: int) -> str:
+        """The vector with this number, in words."""
+        name = dict(enumerate(self.names, self.devices)).get(number)
+        return (
+            f"the vector of device {number}" if name is None else f"the strategy's vector {name!r}"
+        )
 
     def _number(self, key: int | str) -> int:
         if isinstance(key, str):
@@ -102,8 +108,7 @@ class DeviceVectors:
         lacking = self.devices + len(self.names) - len(self._vectors) + len(self._shared)
         rows = max(1, min(lacking, _ROWS, _BLOCK // (4 * floats or 1)))
         size = 4 * rows * floats
-        self._bytes += size
-        if self._bytes <= self._in_memory or not size:
+        if 4 * floats * len(self._vectors) + size <= self._in_memory or not size:
             return list(np.zeros((rows, floats), np.float32))
         try:
             return list(on_disk(size).view(np.float32).reshape(rows, floats))

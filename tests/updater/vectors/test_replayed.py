@@ -178,4 +178,4 @@ def test_verify_finds_a_damaged_vector_and_continues(
     code, out, error = journal("verify", folder)
     assert code == 1
     assert message.device == 4
-    assert "the device's vector does not match its digest" in " ".join((out + error).split())
+    assert "the vector of device 4 does not match its digest" in " ".join((out + error).split())

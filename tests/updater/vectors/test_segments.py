@@ -206,8 +206,8 @@ def test_missing_segment_is_named_with_its_dependant(folder: Path, rule: Strateg
     with pytest.raises(JournalError) as raised:
         recovered(newest)
     assert str(raised.value) == (
-        f"{folder / SECOND}: is missing, but {newest.path.name} needs it for the vectors of 4 "
-        "devices, such as device 0: restore it"
+        f"{folder / SECOND}: is missing, but {newest.path.name} needs it for 4 vectors, "
+        "such as the vector of device 0: restore it"
     )
 
 
@@ -224,7 +224,7 @@ def test_damaged_vector_is_located(folder: Path, rule: Strategy) -> None:
         with (
             Segment(folder / name) as segment,
             pytest.raises(
-                JournalDamaged, match="the device's vector does not match its digest"
+                JournalDamaged, match="the vector of device 2 does not match its digest"
             ) as raised,
         ):
             recovered(segment)
@@ -240,7 +240,7 @@ def test_misplaced_vector_is_an_error(folder: Path) -> None:
     scribe = two(folder, AFA_CS)
     with Segment(folder / "00000001-000002.journal") as segment:
         segment.elsewhere[9] = SECOND
-        with pytest.raises(JournalDamaged, match=f"{SECOND}: has no vector of device 9"):
+        with pytest.raises(JournalDamaged, match=f"{SECOND}: lacks the vector of device 9"):
             recovered(segment)
     assert scribe.stored[0] == SECOND
 
