@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+from fedstream.core import __version__
+
 __all__ = [
     "Comparison",
     "ConfigError",

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[1]
 
 def version() -> str:
     """fedstream's version. Parsed, not imported: fedstream is not installed where this runs."""
-    for node in ast.parse((ROOT / "fedstream" / "__init__.py").read_text()).body:
+    for node in ast.parse((ROOT / "fedstream" / "core" / "__init__.py").read_text()).body:
         match node:
             case ast.Assign(targets=[ast.Name("__version__")], value=ast.Constant(str(text))):
                 return text
-    raise SystemExit("fedstream/__init__.py does not set __version__")
+    raise SystemExit("fedstream/core/__init__.py does not set __version__")
 
 
 def main() -> None:

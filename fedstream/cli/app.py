@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedstream import __version__
+from fedstream.core import __version__
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.runtime import process
 from fedstream.terminal import line

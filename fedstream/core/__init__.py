@@ -2,3 +2,5 @@
 
 Nothing here does I/O.
 """
+
+__version__ = "0.2.0"

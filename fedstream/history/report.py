@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fedstream import __version__
+from fedstream.core import __version__
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.core.messages import OUTCOMES
 from fedstream.core.records import Tally

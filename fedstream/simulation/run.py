@@ -23,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedstream import __version__
+from fedstream.core import __version__
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import Event, Version
 from fedstream.history import report

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedstream import __version__
+from fedstream.core import __version__
 from fedstream.history.devices import OUTLIER, mark_of_score, style_of_score
 from fedstream.history.display import duration
 from fedstream.runtime.text import escaped
