@@ -28,8 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from benchmarks import echo
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
-from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import Connection
+from fedstream.device.connection import Connection, GatewayAddress
 from fedstream.device.folder import DeviceFolder
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.training import LocalTraining

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from fedstream.core.errors import ConfigError
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
-from fedstream.runtime.tls import stamp
+from fedstream.runtime.tls import RenewedFiles
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -32,26 +32,16 @@ class Tokens:
         self._text = token.get_secret_value() if token is not None else ""
         self._file = Path(file) if file is not None and token is None else None
         self._operator = tokens_in(operator.get_secret_value()) if operator is not None else []
-        self._stamp = stamp([self._file]) if self._file is not None else None
-        self._tokens = self._read()
+        self._tokens = RenewedFiles([self._file] if self._file is not None else [], self._read)
 
     def now(self) -> list[str]:
         """The tokens. While the file is unusable, which is logged once, its previous tokens."""
-        if self._file is None:
-            return self._tokens
-        found = stamp([self._file])
-        if self._stamp is None or found != self._stamp:
-            try:
-                self._tokens = self._read()
-            except ConfigError as error:
-                if self._stamp is not None:
-                    structlog.get_logger().warning(
-                        "unusable token file, so its previous tokens stay valid: correct it",
-                        reason=str(error),
-                    )
-                found = None  # read again next time, as a stamp doesn't show permissions
-            self._stamp = found
-        return self._tokens
+        return self._tokens.look(
+            lambda error: structlog.get_logger().warning(
+                "unusable token file, so its previous tokens stay valid: correct it",
+                reason=str(error),
+            )
+        )
 
     def has(self, token: str) -> bool:
         """Whether the token is accepted."""

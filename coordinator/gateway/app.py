@@ -12,19 +12,25 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from aiohttp import ClientPayloadError, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from fedstream.coordinator.gateway import offers, openapi, upload_requests
+from fedstream.coordinator.gateway import openapi, upload_messages
 from fedstream.coordinator.gateway.device_sessions import NotHeld
-from fedstream.coordinator.gateway.refusals import RETRY_S, Quotas, Refusal, body_of
-from fedstream.core import reasons
+from fedstream.coordinator.gateway.refusals import RETRY_S, Quota, Refusal, body_of
 from fedstream.core.errors import FedstreamError
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
 from fedstream.protocol.messages import (
+    CHANGES_ROUTE,
+    CHECK_IN_ROUTE,
+    GIVE_UP_ROUTE,
+    HEARTBEAT_ROUTE,
+    MODEL_ROUTE,
+    OPENAPI_ROUTE,
+    UPDATE_ROUTE,
     Advice,
     BadBody,
     Beat,
@@ -38,18 +44,13 @@ from fedstream.runtime.limits import network_of
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
     from fedstream.coordinator.gateway.check_ins import CheckIns
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
     from fedstream.coordinator.gateway.handover import HandOvers
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
-    from fedstream.coordinator.gateway.run_cache import RunCache
-    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.replica import Replica
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.coordinator.gateway.uploads import Uploads
     from fedstream.runtime.service import Context
-
-CHECK_IN: Final = "/v1/check-in"
-MODEL: Final = "/v1/models/{digest}"
 
 B = TypeVar("B", bound=Body)
 
@@ -76,20 +77,14 @@ class Opened:
 class GatewayApp:
     """The routes for devices. Before :meth:`open` they answer 503."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        sessions: DeviceSessions,
-        run_cache: RunCache,
-        models: ModelCopies,
-        identity: Recognition,
-    ) -> None:
-        self._settings = settings
-        self._sessions = sessions
-        self._run_cache = run_cache
+    def __init__(self, replica: Replica, models: ModelCopies, identity: Recognition) -> None:
+        self._settings = settings = replica.settings
+        self._sessions = replica.sessions
+        self._run_cache = replica.run_cache
         self._models = models
         self._identity = identity
-        self._quotas = Quotas(settings.device_rate, settings.address_rate)
+        self._of_device = Quota("device", settings.device_rate)
+        self._of_address = Quota("address", settings.address_rate)
         self._rng = random.Random()
         self._opened: Opened | None = None
         self._openapi = json.dumps(openapi.document()).encode()
@@ -101,21 +96,21 @@ class GatewayApp:
     def routes(self, *others: web.RouteDef) -> Sequence[web.RouteDef]:
         """All routes under /v1, with limits applied; ``others``: of enrolment and uploads."""
         own = (
-            web.post(CHECK_IN, self._check_in),
-            web.get(MODEL, self._model),
-            web.get("/v1/models/{digest}/changes/{has}", self._changes),
-            web.post("/v1/tasks/{task}/heartbeat", self._heartbeat),
-            web.post("/v1/tasks/{task}/give-up", self._give_up),
+            web.post(CHECK_IN_ROUTE, self._check_in),
+            web.get(MODEL_ROUTE, self._model),
+            web.get(CHANGES_ROUTE, self._changes),
+            web.post(HEARTBEAT_ROUTE, self._heartbeat),
+            web.post(GIVE_UP_ROUTE, self._give_up),
             *(
                 web.route(
                     method,
-                    upload_requests.PATH,
+                    UPDATE_ROUTE,
                     self._upload,
-                    expect_handler=upload_requests.wait_for_checks,
+                    expect_handler=upload_messages.wait_for_checks,
                 )
-                for method in upload_requests.METHODS
+                for method in upload_messages.METHODS
             ),
-            web.get("/v1/openapi.json", self._document),
+            web.get(OPENAPI_ROUTE, self._document),
             *others,
             web.route("*", "/{path:.*}", self._no_route),
         )
@@ -134,7 +129,7 @@ class GatewayApp:
 
     def charge(self, device: int) -> None:
         """Charge a request to its device. Raises Refusal above the quota."""
-        self._quotas.take_device(device)
+        self._of_device.take(device)
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
         """A request's JSON body. Raises Refusal, BadBody."""
@@ -167,13 +162,9 @@ class GatewayApp:
             why: Literal["run over", "given up"]
             why = "run over" if self._run_cache.is_over else "given up"
             return _json(Advice(go_on=False, why=why))
-        why_not = await self._running().tasks.overdue(held)
-        run, head = self._run_cache.run, self._run_cache.head
-        advice = offers.advice(held, said.attempt, run, head, self._running().tasks.now())
-        if advice.why == "too stale":  # another offer would have the same staleness
-            why_not = why_not or reasons.BECAME_STALE
-        if why_not is not None:
-            await self._running().tasks.give_up(held, why_not)
+        advice, why_over = await self._running().tasks.advise(held, said.attempt)
+        if why_over is not None:
+            await self._running().tasks.give_up(held, why_over)
         return _json(advice)
 
     async def _give_up(self, request: web.Request) -> web.StreamResponse:
@@ -235,7 +226,7 @@ class GatewayApp:
                 f"{request.method[:20]} is not allowed on {path!r}: {methods} is",
                 headers={hdrs.ALLOW: methods},
             )
-        raise Refusal(404, "no such route", f"no route {path!r}: see /v1/openapi.json")
+        raise Refusal(404, "no such route", f"no route {path!r}: see {OPENAPI_ROUTE}")
 
     # limits and errors
 
@@ -246,7 +237,7 @@ class GatewayApp:
             try:
                 chain = request.headers.getall(hdrs.X_FORWARDED_FOR, ())
                 network = self._network(request.remote or "", ",".join(chain))
-                self._quotas.take_address(network)
+                self._of_address.take(network)
                 return await handler(request)
             except Exception as error:
                 refusal = self._refusal(error, request.path)

@@ -15,7 +15,8 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Final
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jwt
 from aiohttp import hdrs, web
@@ -24,11 +25,18 @@ from yarl import URL
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
 from fedstream.coordinator.gateway.refusals import Quota, Refusal, body_of
 from fedstream.coordinator.gateway.registry import Registry
-from fedstream.coordinator.gateway.tokens import ALGORITHM, VerifiedTokens, untrusted
 from fedstream.core.digest import digest_of
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
-from fedstream.protocol.messages import Access, Body, Enrolled, Enrolment, Nothing
+from fedstream.protocol.messages import (
+    ENROL_ROUTE,
+    TOKEN_ROUTE,
+    Access,
+    Body,
+    Enrolled,
+    Enrolment,
+    Nothing,
+)
 from fedstream.protocol.signatures import (
     WINDOW_S,
     BadKey,
@@ -100,15 +108,16 @@ def _is_for(names: Sequence[str], said: str) -> bool:
     return host in names or f"*.{host.partition('.')[2]}" in names
 
 
-DEVICES: Final = "/v1/devices"
-TOKEN: Final = "/v1/token"  # noqa: S105  (a path)
 TOKEN_S: Final = 600
+ALGORITHM: Final = "HS256"
 
 # As long as a request is acceptable: the device's clock may be ahead or behind.
 _NONCE_S = 2 * WINDOW_S + 10.0
 _VERIFY_S = 10.0  # time limit of an attestation's verification
 _RETRY_S = 10.0  # Retry-After if the verifier fails
 _LOG = logging.getLogger("fedstream.gateway")
+_DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
+_REMEMBERED = 50_000  # cached tokens; the oldest are dropped
 _SIGNED = ("Content-Digest", "Signature-Input", "Signature")
 
 _DOUBTS: dict[Doubt, RefusalReason] = {
@@ -124,6 +133,71 @@ _WHY_NOT: dict[Enrolling, str] = {
     "expired": "this invite has expired: ask for another",
     "used": "this invite was used, with another key: ask for another",
 }
+
+
+class _Claims(NamedTuple):
+    device: int
+    key: object
+    ends: float  # seconds since 1970
+
+
+class VerifiedTokens:
+    """A cache of verified tokens for one run and gateway.
+
+    Verifying a token takes a sixth of a task's processor time. The registry, not the token, tells
+    with each request whether the device is still enrolled.
+    """
+
+    def __init__(self, audience: str) -> None:
+        self._audience = audience
+        self._secret = b""
+        self._known: dict[bytes, _Claims] = {}  # by SHA-256, so that no usable token is kept
+
+    def claims(self, token: str, secret: bytes, now: float) -> tuple[int, object]:
+        """The device and key of a valid token. Raises Refusal.
+
+        ``now``: seconds since 1970.
+        """
+        if secret != self._secret:
+            self._known.clear()
+            self._secret = secret
+        name = sha256(token.encode()).digest()
+        found = self._known.get(name)
+        if found is None or now >= found.ends:
+            self._known.pop(name, None)
+            found = self._verify(token)
+            if now >= found.ends:
+                raise _untrusted("the token has expired: ask for another at /v1/token")
+            self._known[name] = found
+            if len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return found.device, found.key
+
+    def _verify(self, token: str) -> _Claims:
+        try:
+            claims = jwt.decode(
+                token,
+                self._secret,
+                algorithms=[ALGORITHM],
+                audience=self._audience,
+                options={
+                    "require": ["sub", "aud", "iat", "exp", "key"],
+                    "strict_aud": True,
+                    # Not checked by the library, whose clock may differ from the issuing replica's.
+                    "verify_exp": False,
+                    "verify_iat": False,
+                },
+            )
+        except jwt.InvalidTokenError as error:
+            raise _untrusted("not a token of this gateway and run") from error
+        if not _DEVICE.fullmatch(claims["sub"]):
+            raise _untrusted("not a token of a device")
+        return _Claims(int(claims["sub"]), claims["key"], float(claims["exp"]))
+
+
+def _untrusted(text: str) -> Refusal:
+    """The refusal of a request without a valid token."""
+    return Refusal(401, "token", text, headers={hdrs.WWW_AUTHENTICATE: 'Bearer realm="fedstream"'})
 
 
 class Auth:
@@ -155,13 +229,13 @@ class Auth:
 
     def routes(self) -> Sequence[web.RouteDef]:
         """The two routes that need no token."""
-        return web.post(DEVICES, self.enrol), web.post(TOKEN, self.token)
+        return web.post(ENROL_ROUTE, self.enrol), web.post(TOKEN_ROUTE, self.token)
 
     # signed requests
 
     async def enrol(self, request: web.Request) -> web.Response:
         """Enrol the invited device with its public key. Raises Refusal."""
-        signature, body = await self._signed(request, DEVICES)
+        signature, body = await self._signed(request, ENROL_ROUTE)
         if signature.device is not None:
             raise Refusal(401, "signature", 'a device that enrols signs with keyid="new"')
         said = Enrolment.decode(body)
@@ -206,7 +280,7 @@ class Auth:
 
     async def token(self, request: web.Request) -> web.Response:
         """Give a device a token for its other requests. Raises Refusal."""
-        signature, body = await self._signed(request, TOKEN)
+        signature, body = await self._signed(request, TOKEN_ROUTE)
         device = signature.device
         if device is None:
             raise Refusal(401, "signature", "keyid must be the device's number")
@@ -276,15 +350,15 @@ class Auth:
         """The device of a request, by its token. Raises Refusal, Unavailable."""
         given = request.headers.getall(hdrs.AUTHORIZATION, ())
         if len(given) != 1:
-            raise untrusted("send Authorization: Bearer with the token of /v1/token")
+            raise _untrusted("send Authorization: Bearer with the token of /v1/token")
         try:
             token = headers.bearer(given[0])
         except BadHeader as error:
-            raise untrusted(str(error)) from error
+            raise _untrusted(str(error)) from error
         device, key = self._verified.claims(token, await self._registry.secret(), self._clock())
         registration = await self._registry.get(device)
         if registration is None or key != _thumbprint(registration):
-            raise untrusted("the device was revoked, or has enrolled with another key")
+            raise _untrusted("the device was revoked, or has enrolled with another key")
         return device
 
     async def revoked(self) -> frozenset[int]:

@@ -13,9 +13,11 @@ from cryptography import x509
 
 from fedstream.core.errors import ConfigError
 from fedstream.runtime import logging
-from fedstream.runtime.tls import stamp
+from fedstream.runtime.tls import RenewedFiles
 
 if TYPE_CHECKING:
+    import ssl
+
     from structlog.typing import FilteringBoundLogger
 
     from fedstream.coordinator.gateway.settings import GatewaySettings
@@ -84,6 +86,13 @@ def _names(found: x509.Certificate) -> tuple[str, ...]:
     return (*hosts, *(str(one) for one in said.get_values_for_type(x509.IPAddress)))
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    context: ssl.SSLContext | None
+    certificate: Certificate
+    authorities_end: float | None  # earliest expiry of the authorities for devices' certificates
+
+
 class ServedCertificate:
     """The certificate for new connections, reloaded when its files change."""
 
@@ -94,15 +103,20 @@ class ServedCertificate:
         since then.
         """
         self._settings = settings
-        self._seen = stamp(self._files())
-        self.certificate = self._read()
-        self._authorities_end = self._read_authorities()
+        named = (settings.tls_cert, settings.tls_key, settings.client_ca)
+        self._files = RenewedFiles([Path(one) for one in named if one is not None], self._read)
+
+    @property
+    def certificate(self) -> Certificate:
+        """The certificate in use."""
+        return self._files.value.certificate
 
     def ends(self) -> dict[str, float]:
         """The expiry of each certificate in use, in seconds since 1970, by setting."""
-        found = {"gateway.tls_cert": self.certificate.ends}
-        if self._authorities_end is not None:
-            found["gateway.client_ca"] = self._authorities_end
+        newest = self._files.value
+        found = {"gateway.tls_cert": newest.certificate.ends}
+        if newest.authorities_end is not None:
+            found["gateway.client_ca"] = newest.authorities_end
         return found
 
     def look(self, current: CurrentTls, log: FilteringBoundLogger) -> None:
@@ -111,35 +125,25 @@ class ServedCertificate:
         ``current``: the TLS context of new connections. Unusable files are reported once, and the
         previous certificate stays in use.
         """
-        found = stamp(self._files())
-        if found == self._seen:
-            return
-        try:
-            # A new context, as mismatched files would spoil the one in use.
-            newest, read, authorities_end = (
-                self._settings.tls(),
-                self._read(),
-                self._read_authorities(),
-            )
-        except ConfigError as error:
-            log.error(  # noqa: TRY400  (the reason says it all)
+        before = self._files.value
+        newest = self._files.look(
+            lambda error: log.error(
                 "the new certificate can't be used: the one before stays", reason=str(error)
             )
-        else:
-            if newest is not None:
-                current.context = newest
-            self.certificate = read
-            self._authorities_end = authorities_end
-            log.info("certificate renewed", ends=logging.stamp(read.ends), names=read.names)
-        # Files that changed meanwhile are read again next time.
-        self._seen = found if found == stamp(self._files()) else None
+        )
+        if newest is not before and newest.context is not None:
+            current.context = newest.context
+            ends, names = newest.certificate.ends, newest.certificate.names
+            log.info("certificate renewed", ends=logging.stamp(ends), names=names)
 
-    def _read(self) -> Certificate:
-        file = self._files()[0]
+    def _read(self) -> _Loaded:
+        # A new context, as mismatched files would spoil the one in use.
+        context, file = self._settings.tls(), str(self._settings.tls_cert)
         try:
-            return certificate_in(file.read_bytes())
+            certificate = certificate_in(Path(file).read_bytes())
         except (OSError, ConfigError) as error:
-            raise ConfigError(f"gateway.tls_cert = {str(file)!r}: {error}") from error
+            raise ConfigError(f"gateway.tls_cert = {file!r}: {error}") from error
+        return _Loaded(context, certificate, self._read_authorities())
 
     def _read_authorities(self) -> float | None:
         """The earliest expiry of the authorities for devices' certificates."""
@@ -150,8 +154,3 @@ class ServedCertificate:
             return min(one.ends for one in authorities_in(Path(file).read_bytes()))
         except (OSError, ConfigError) as error:
             raise ConfigError(f"gateway.client_ca = {file!r}: {error}") from error
-
-    def _files(self) -> list[Path]:
-        settings = self._settings
-        named = (settings.tls_cert, settings.tls_key, settings.client_ca)
-        return [Path(one) for one in named if one is not None]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
-
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Woken
+    from fedstream.coordinator.gateway.device_sessions import Held, Woken
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
-    from fedstream.coordinator.gateway.run_cache import RunCache
-    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.replica import Replica
     from fedstream.coordinator.gateway.tasks import Tasks
-    from fedstream.core.formats import Format
     from fedstream.protocol.messages import CheckIn
+    from fedstream.runtime.service import Context
 
 # Waits end only at multiples of a quarter of a second, so that one wake-up ends many.
 _TOGETHER_S = 0.25
@@ -35,28 +32,21 @@ class CheckIns:
 
     def __init__(
         self,
-        settings: GatewaySettings,
-        sessions: DeviceSessions,
-        run_cache: RunCache,
+        replica: Replica,
         models: ModelCopies,
         tasks: Tasks,
         metrics: GatewayMetrics,
-        stop: asyncio.Event,
-        log: FilteringBoundLogger,
-        *,
-        update: Format,
+        context: Context,
     ) -> None:
-        """``update``: the wanted format of updates. ``stop``: set at the end of the service."""
-        self._log = log
-        self._other_tasks = LogLimiter(burst=1, per_s=1 / 3600)  # log lines per device
-        self._settings = settings
-        self._sessions = sessions
-        self._run_cache = run_cache
+        self._settings = replica.settings
+        self._sessions = replica.sessions
+        self._run_cache = replica.run_cache
+        self._update = replica.update
         self._models = models
         self._tasks = tasks
         self._metrics = metrics
-        self._stop = stop
-        self._update = update
+        self._context = context
+        self._other_tasks = LogLimiter(burst=1, per_s=1 / 3600)  # log lines per device
 
     async def answer(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
         """Answer a check-in: the offer of a task, or None if there was none in time.
@@ -68,14 +58,13 @@ class CheckIns:
             self._sessions.heard(device, time.monotonic())
             return offer
         run, head = self._run_cache.run, self._run_cache.head
-        self.check_run()
-        if device >= run.devices:
-            raise Refusal(
-                403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
-            )
+        self._check_run()
+        self.check_device(device)
         if differs := run.difference(said.layout, said.devices):
             if self._other_tasks.passes(device) is not None:
-                self._log.warning("a device's task is not the run's", device=device, reason=differs)
+                self._context.log.warning(
+                    "a device's task is not the run's", device=device, reason=differs
+                )
             raise Refusal(409, "another task", differs)
         if not said.eligible or device in head.quarantines.by_device:
             self._sessions.leave(device)
@@ -84,21 +73,41 @@ class CheckIns:
             raise Refusal(
                 406, "format", f"the run's models are published in {offers.model_format(head)}"
             )
-        self._sessions.arrive(device, time.monotonic())
-        if self._sessions.first(device) is not None:
-            await self._run_cache.look()  # the task may have come a while ago
-        return await self._wait(device, said, is_there)
+        held = await self.task_for(device, said.wait_s, is_there)
+        if held == "replaced":
+            return None
+        if held == "nothing":
+            self._check_run()
+            offer = None
+        else:
+            offer = self._offer(held, said)
+        self._sessions.answer(device, said.nonce, offer)  # for repetition
+        return offer
 
-    async def _wait(self, device: int, said: CheckIn, is_there: IsThere) -> bytes | None:
-        """Offer a task as soon as there is one; None if there was none in time.
+    def check_device(self, device: int) -> None:
+        """Raise Refusal unless the run has a device of this number."""
+        devices = self._run_cache.run.devices
+        if device >= devices:
+            raise Refusal(403, "unknown device", f"the run has {devices} devices, numbered from 0")
 
-        The answer is stored for repetition, unless the device sent a newer request, hung up, or may
-        no longer take part. Raises Refusal.
+    async def task_for(
+        self, device: int, wait_s: float, is_there: IsThere = lambda: True
+    ) -> Held | Literal["nothing", "replaced"]:
+        """Note that a device has come, and wait at most ``wait_s`` for its next task.
+
+        "nothing": there was no task in time, or the run is over. "replaced": the device sent a
+        newer request, hung up, or may no longer take part. Raises Refusal if too many devices are
+        present.
         """
         loop = asyncio.get_running_loop()
-        end = shared_end(loop.time(), min(said.wait_s, self._settings.poll_s))
-        while (offer := await self._offer(device, said)) is None:
-            if end <= loop.time() or self._stop.is_set():
+        self._sessions.arrive(device, time.monotonic())
+        end = shared_end(loop.time(), min(wait_s, self._settings.poll_s))
+        if self._sessions.first(device) is not None:
+            await self._run_cache.look()  # the task may have come a while ago
+        while not self._run_cache.is_over:
+            if (held := await self._tasks.due(device)) is not None:
+                return held
+            if end <= loop.time() or self._context.stop.is_set():
                 break
             poll: asyncio.Future[Woken] = loop.create_future()
             self._sessions.park(device, poll, time.monotonic())
@@ -108,29 +117,13 @@ class CheckIns:
             finally:
                 timer.cancel()
                 self._sessions.unpark(device, poll)
-            if woken == "replaced" or not self._waited(device, is_there):
-                return None
-        self._sessions.answer(device, said.nonce, offer)
-        return offer
+            if woken == "replaced" or not is_there():
+                return "replaced"
+            self._sessions.heard(device, time.monotonic())
+        return "nothing"
 
-    def _waited(self, device: int, is_there: IsThere) -> bool:
-        """Note that a device is still present after its wait; False if it has hung up.
-
-        A device that has hung up is offered no task. Raises Refusal if there are no more tasks.
-        """
-        if not is_there():
-            return False
-        self._sessions.heard(device, time.monotonic())
-        self.check_run()
-        return True
-
-    async def _offer(self, device: int, said: CheckIn) -> bytes | None:
-        """Offer the device's oldest task, giving up its overdue tasks."""
-        held = await self._tasks.due(device)
-        if held is None:
-            return None
+    def _offer(self, held: Held, said: CheckIn) -> bytes:
         run, head = self._run_cache.run, self._run_cache.head
-        update = offers.format_for(said.formats, self._update)
         held.tau = head.version
         self._metrics.offered.inc()
         if said.has != head.given:
@@ -139,13 +132,13 @@ class CheckIns:
             held,
             run,
             head,
-            update,
+            offers.format_for(said.formats, self._update),
             self._tasks.now(),
             changes=self._models.changes_url(head, said.has),
             heartbeat_s=self._settings.heartbeat_s,
         ).encode()
 
-    def check_run(self) -> None:
+    def _check_run(self) -> None:
         """Raise Refusal if there are no more tasks."""
         if self._run_cache.is_over:
             raise Refusal(410, "run over", "the run is finished: there are no more tasks")

@@ -21,10 +21,9 @@ from fedstream.runtime.backoff import pause
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.streams import Entry
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
-    from fedstream.coordinator.gateway.run_cache import RunCache
+    from fedstream.coordinator.gateway.device_sessions import Held
+    from fedstream.coordinator.gateway.replica import Replica
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.runtime.service import Context
 
@@ -83,25 +82,14 @@ class HeldElsewhere(Refusal):
 class HandOvers:
     """Announces this replica's devices, and handles the other replicas' announcements."""
 
-    def __init__(
-        self,
-        sessions: DeviceSessions,
-        tasks: Tasks,
-        run_cache: RunCache,
-        ledger: GatewayLedger,
-        context: Context,
-        *,
-        name: str,
-        lease_s: float,
-    ) -> None:
-        """``lease_s``: longest time for which a task may stay at the previous replica."""
-        self._sessions = sessions
+    def __init__(self, replica: Replica, tasks: Tasks, context: Context) -> None:
+        self._sessions = replica.sessions
+        self._run_cache = replica.run_cache
+        self._ledger = replica.ledger
+        self._name = replica.name
+        self._lease_s = replica.settings.lease_s  # longest that a task stays at the last replica
         self._tasks = tasks
-        self._run_cache = run_cache
-        self._ledger = ledger
         self._context = context
-        self._name = name
-        self._lease_s = lease_s
         self._told: dict[int, tuple[tuple[int, int], float]] = {}  # device -> place, time
         self._left: dict[int, str] = {}  # departed device -> its replica
         # Devices not yet announced: place of another replica's announcement.

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from fedstream.coordinator.gateway.refusals import REFUSALS
 
 if TYPE_CHECKING:
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
     from fedstream.coordinator.gateway.models import ModelCopies
-    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.replica import Replica
 
 
 class GatewayMetrics:
@@ -20,10 +19,10 @@ class GatewayMetrics:
     def __init__(
         self,
         registry: CollectorRegistry,
-        sessions: DeviceSessions,
+        replica: Replica,
         models: ModelCopies,
-        settings: GatewaySettings,
     ) -> None:
+        sessions = replica.sessions
         gauges = {
             "devices": ("Devices present.", lambda: len(sessions.present())),
             "polls": ("Check-ins that wait for a task.", lambda: sessions.polls),
@@ -38,7 +37,7 @@ class GatewayMetrics:
             Gauge(f"fedstream_gateway_{name}", about, registry=registry).set_function(value)
         Gauge(
             "fedstream_gateway_devices_limit", "The setting gateway.devices.", registry=registry
-        ).set(settings.devices)
+        ).set(replica.settings.devices)
         self.offered = Counter(
             "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
         )

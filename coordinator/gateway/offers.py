@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
 from fedstream.core.formats import F32
-from fedstream.protocol.messages import Advice, ExpectedUpdate, Offer, OfferedModel, OfferedTask
+from fedstream.protocol.messages import (
+    MODEL_ROUTE,
+    UPDATE_ROUTE,
+    Advice,
+    ExpectedUpdate,
+    Offer,
+    OfferedModel,
+    OfferedTask,
+)
 
 if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import Held
@@ -50,11 +58,11 @@ def offer(
             digest=head.given,
             format=model_format(head),
             size=encoded.size if encoded else run.layout.nbytes,
-            url=f"/v1/models/{head.given}",
+            url=MODEL_ROUTE.format(digest=head.given),
             changes=changes,
         ),
         update=ExpectedUpdate(
-            url=f"/v1/tasks/{task.task}/updates/{held.attempt}",
+            url=UPDATE_ROUTE.format(task=task.task, attempt=held.attempt),
             sends=run.sends,
             format=update.name,
             layout=run.layout.signature,

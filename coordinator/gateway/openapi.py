@@ -6,7 +6,19 @@ from typing import Any, Final
 
 from fedstream.coordinator.gateway.refusals import REFUSALS
 from fedstream.core.digest import DIGEST_PATTERN
-from fedstream.protocol.messages import ATTEMPT_ID, schemas
+from fedstream.protocol.messages import (
+    ATTEMPT_ID,
+    CHANGES_ROUTE,
+    CHECK_IN_ROUTE,
+    ENROL_ROUTE,
+    GIVE_UP_ROUTE,
+    HEARTBEAT_ROUTE,
+    MODEL_ROUTE,
+    OPENAPI_ROUTE,
+    TOKEN_ROUTE,
+    UPDATE_ROUTE,
+    schemas,
+)
 
 _JSON: Final = "application/json"
 _TASK: Final = {
@@ -68,6 +80,7 @@ _RECEIPTS: Final = {
         "content": {"application/problem+json": _body("WrongOffset")[_JSON], **_body("Problem")},
     },
 }
+_PROGRESS: Final = ("Upload-Offset", "Upload-Complete", "Upload-Length", "Upload-Limit")
 _MODEL: Final[dict[str, Any]] = {
     "parameters": [
         _DIGEST,
@@ -94,7 +107,7 @@ _CHANGES: Final[dict[str, Any]] = {
     },
 }
 _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
-    "/v1/devices": {
+    ENROL_ROUTE: {
         "post": {
             "summary": "Enrol: an invite and a public key become a device's number",
             **_SIGNED,
@@ -106,7 +119,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             },
         }
     },
-    "/v1/token": {
+    TOKEN_ROUTE: {
         "post": {
             "summary": "Get a token, which all other requests show",
             **_SIGNED,
@@ -114,7 +127,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "responses": {"200": _says("a token", "Access"), **_PROBLEMS},
         }
     },
-    "/v1/check-in": {
+    CHECK_IN_ROUTE: {
         "post": {
             "summary": "Ask for a task, and wait for one",
             "requestBody": _asks("CheckIn"),
@@ -126,15 +139,15 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             },
         }
     },
-    "/v1/models/{digest}": {
+    MODEL_ROUTE: {
         "get": {"summary": "Download a model, or a part of it", **_MODEL},
         "head": {"summary": "Ask how large a model is", **_MODEL},
     },
-    "/v1/models/{digest}/changes/{has}": {
+    CHANGES_ROUTE: {
         "get": {"summary": "Download what changed since the model `has`", **_CHANGES},
         "head": {"summary": "Ask how large the changes are", **_CHANGES},
     },
-    "/v1/tasks/{task}/heartbeat": {
+    HEARTBEAT_ROUTE: {
         "post": {
             "summary": "Say that the device still works on a task",
             "parameters": [_TASK],
@@ -142,7 +155,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "responses": {"200": _says("whether to go on", "Advice"), **_PROBLEMS},
         }
     },
-    "/v1/tasks/{task}/give-up": {
+    GIVE_UP_ROUTE: {
         "post": {
             "summary": "Say that the device will not finish a task",
             "parameters": [_TASK],
@@ -150,27 +163,19 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "responses": {"200": _says("given up, now or before", "Nothing"), **_PROBLEMS},
         }
     },
-    "/v1/tasks/{task}/updates/{attempt}": {
+    UPDATE_ROUTE: {
         "post": {
             "summary": "Begin to upload an update: none of it, a first part, or all",
             "parameters": [
                 _TASK,
                 _ATTEMPT,
-                _header("Upload-Length", required=False),
+                _header("Upload-Length"),
                 _header("Upload-Complete", required=True),
                 _header("Update-Report", required=True),
             ],
             "requestBody": _BYTES,
             "responses": {
-                "201": _says(
-                    "begun",
-                    None,
-                    "Location",
-                    "Upload-Offset",
-                    "Upload-Complete",
-                    "Upload-Length",
-                    "Upload-Limit",
-                ),
+                "201": _says("begun", None, "Location", *_PROGRESS),
                 **_RECEIPTS,
                 **_PROBLEMS,
             },
@@ -179,14 +184,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "summary": "Ask how much of an upload has arrived",
             "parameters": [_TASK, _ATTEMPT],
             "responses": {
-                "204": _says(
-                    "so much",
-                    None,
-                    "Upload-Offset",
-                    "Upload-Complete",
-                    "Upload-Length",
-                    "Upload-Limit",
-                ),
+                "204": _says("so much", None, *_PROGRESS),
                 "410": _says("the upload is over: its end, sent again, gets the receipt"),
                 **_PROBLEMS,
             },
@@ -214,7 +212,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             },
         },
     },
-    "/v1/openapi.json": {
+    OPENAPI_ROUTE: {
         "get": {
             "summary": "Read this document",
             "security": [],

@@ -135,20 +135,3 @@ class Quota:
                 retry_after_s=1.0,
             )
         self._buckets.charge(who, now)
-
-
-class Quotas:
-    """The rate limits of addresses, charged first, and of devices, charged once known."""
-
-    def __init__(self, device_rate: float, address_rate: float) -> None:
-        """Both rates in requests per second."""
-        self._device = Quota("device", device_rate)
-        self._address = Quota("address", address_rate)
-
-    def take_address(self, network: str) -> None:
-        """Charge a request to its network. Raises Refusal above the limit."""
-        self._address.take(network)
-
-    def take_device(self, device: int) -> None:
-        """Charge a request to its device. Raises Refusal above the limit."""
-        self._device.take(device)

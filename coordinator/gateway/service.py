@@ -28,8 +28,7 @@ from fedstream.coordinator.gateway.device_sessions import DeviceSessions
 from fedstream.coordinator.gateway.handover import HandOvers
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
-from fedstream.coordinator.gateway.receipts import Receipts
-from fedstream.coordinator.gateway.run_cache import RunCache
+from fedstream.coordinator.gateway.replica import Replica, RunCache
 from fedstream.coordinator.gateway.settings import OTHER_FILES
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.coordinator.gateway.uploads import Uploads
@@ -76,25 +75,28 @@ class Gateway:
         None: by the request's token.
         """
         self._settings = settings
-        self._lease = lease
-        self._keys = keys
-        self._name = name
-        self._update = update
         self._client = BoundedClient(redis, name, links=_LINKS, loads_scripts=False)
-        self._ledger = GatewayLedger(self._client, keys, name, settings.site)
-        self._outbox = Outbox(self._client, keys, settings.site)
+        ledger = GatewayLedger(self._client, keys, name, settings.site)
         stream = keys.tasks_of(member(settings.site, name))
-        self._group = Group(self._client, stream, TRAINERS, name)
-        self._sessions = DeviceSessions(
-            away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
+        self.replica = replica = Replica(
+            name=name,
+            settings=settings,
+            lease=lease,
+            update=update,
+            keys=keys,
+            client=self._client,
+            ledger=ledger,
+            outbox=Outbox(self._client, keys, settings.site),
+            group=Group(self._client, stream, TRAINERS, name),
+            sessions=DeviceSessions(
+                away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
+            ),
+            run_cache=RunCache(ledger, update, supernodes=settings.flower_app is not None),
         )
-        self._run_cache = RunCache(self._ledger, update, supernodes=settings.flower_app is not None)
-        self._models = ModelCopies(self._client, keys, self._run_cache, settings)
+        self._models = ModelCopies(self._client, keys, replica.run_cache, settings)
         self._served = ServedCertificate(settings) if settings.tls_cert is not None else None
-        self._auth = Auth(self._ledger, settings, self._served)
-        self._app = GatewayApp(
-            settings, self._sessions, self._run_cache, self._models, identity or self._auth
-        )
+        self._auth = Auth(ledger, settings, self._served)
+        self._app = GatewayApp(replica, self._models, identity or self._auth)
         self._fleet = self._flower() if settings.flower_app else None
         self._announced: tuple[int, ...] = ()
         self._announced_at = 0.0
@@ -112,12 +114,7 @@ class Gateway:
                 "pip install 'fedstream[supernodes]'"
             ) from error
         return FleetRoutes(
-            self._settings,
-            self._sessions,
-            self._run_cache,
-            self._client,
-            self._keys,
-            self._ledger,
+            self.replica,
             FlowerApp.read(str(self._settings.flower_app)),
             Roster.read(str(self._settings.flower_keys)),
         )
@@ -135,30 +132,11 @@ class Gateway:
         context.watch(self._client)
         drained = asyncio.Event()
         lasting = context.until(drained)
-        metrics = GatewayMetrics(context.registry, self._sessions, self._models, self._settings)
+        metrics = GatewayMetrics(context.registry, self.replica, self._models)
         if self._served is not None:
             context.certificates.append(self._served.ends)
-        tasks = Tasks(
-            self._sessions,
-            self._run_cache,
-            self._client,
-            self._group,
-            self._ledger,
-            self._outbox,
-            self._keys,
-            self._lease,
-            context,
-            name=self._name,
-        )
-        moves = HandOvers(
-            self._sessions,
-            tasks,
-            self._run_cache,
-            self._ledger,
-            lasting,
-            name=self._name,
-            lease_s=self._settings.lease_s,
-        )
+        tasks = Tasks(self.replica, context)
+        moves = HandOvers(self.replica, tasks, lasting)
         if self._served is None:
             context.log.warning(
                 "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
@@ -183,37 +161,13 @@ class Gateway:
             await repeat(context, "run", partial(self._join, context, tasks))
             if context.stop.is_set():
                 return
-            uploads = Uploads(
-                self._client,
-                self._keys,
-                self._outbox,
-                self._run_cache,
-                self._sessions,
-                tasks,
-                moves,
-                Receipts(self._ledger.fates, self._ledger.is_open),
-                metrics,
-                self._settings,
-                self._auth.revoked,
-                name=self._name,
-                wire=self._update,
-            )
-            check_ins = CheckIns(
-                self._settings,
-                self._sessions,
-                self._run_cache,
-                self._models,
-                tasks,
-                metrics,
-                context.stop,
-                context.log,
-                update=self._update,
-            )
+            uploads = Uploads(self.replica, tasks, moves, metrics, self._auth.revoked)
+            check_ins = CheckIns(self.replica, self._models, tasks, metrics, context)
             opened = Opened(context, check_ins, tasks, moves, uploads, metrics)
             self._app.open(opened)
             if self._fleet:
                 self._fleet.open(opened)
-            within_s = max(30.0, self._lease.seconds)
+            within_s = max(30.0, self.replica.lease.seconds)
             with short_pauses():
                 async with asyncio.TaskGroup() as group:
                     for name, step in (
@@ -235,8 +189,8 @@ class Gateway:
         Raises ConfigError if devices can't join the run.
         """
         self._look_at_certificate(context)
-        await self._run_cache.look()
-        if self._run_cache.has_begun:
+        await self.replica.run_cache.look()
+        if self.replica.run_cache.has_begun:
             await tasks.take()
             return True
         await pause(context.stop, 0.2)
@@ -244,7 +198,7 @@ class Gateway:
 
     async def _renew(self, context: Context, tasks: Tasks) -> None:
         await tasks.renew()
-        await pause(context.stop, self._lease.seconds / 4)
+        await pause(context.stop, self.replica.lease.seconds / 4)
 
     async def _sweep(self, context: Context, tasks: Tasks) -> None:
         self._look_at_certificate(context)
@@ -258,21 +212,20 @@ class Gateway:
 
     async def _announce(self, context: Context, tasks: Tasks, moves: HandOvers) -> None:
         """Announce present devices: soon after a change of a short list, else every 2 s."""
-        present, now = self._sessions.present(), time.monotonic()
+        replica, outbox = self.replica, self.replica.outbox
+        present, now = replica.sessions.present(), time.monotonic()
         if len(present) > OWNED:  # devices with tasks from before a restart, plus new ones
             present = present[:OWNED]
-        if not present and self._announced and not await self._group.is_empty():
+        if not present and self._announced and not await replica.group.is_empty():
             # Other replicas hold tasks of our stream, which is deleted with our last device.
             present = self._announced[:1] if len(self._announced) > 1 else self._announced
         changed_s = _CHANGED_S if len(present) <= _LONG else _ANNOUNCE_S
         since_s = now - self._announced_at
         if since_s >= (_ANNOUNCE_S if present is self._announced else changed_s):
             if present:
-                await self._outbox.announce(
-                    self._name, present, answers=tasks.answers, concurrent=True
-                )
-                self._growing = self._growing + 1 if self._outbox.unread > self._unread else 0
-                self._unread = self._outbox.unread
+                await outbox.announce(replica.name, present, answers=tasks.answers, concurrent=True)
+                self._growing = self._growing + 1 if outbox.unread > self._unread else 0
+                self._unread = outbox.unread
                 if self._growing == _GROWING:
                     context.log.warning(
                         "no coordinator reads this gateway's inbox, so its devices get no tasks: "
@@ -281,7 +234,7 @@ class Gateway:
                         unread=self._unread,
                     )
             elif self._announced:
-                await self._outbox.goodbye(self._name)  # a site's trainer must have devices
+                await outbox.goodbye(replica.name)  # a site's trainer must have devices
             self._announced, self._announced_at = present, now
         await moves.tell()
         if self._fleet:  # only the Fleet routes need the list of replicas
@@ -290,7 +243,7 @@ class Gateway:
 
     async def _drain(self, context: Context, uploads: Uploads, drained: asyncio.Event) -> None:
         await context.stop.wait()
-        self._sessions.release_all()
+        self.replica.sessions.release_all()
         await uploads.end()  # uploads in progress; devices continue the others later
         drained.set()
 
@@ -300,7 +253,7 @@ class Gateway:
             return
         self._client.hurry(_GOODBYE_S)
         try:
-            if await self._group.is_empty():
-                await self._outbox.goodbye(self._name)
+            if await self.replica.group.is_empty():
+                await self.replica.outbox.goodbye(self.replica.name)
         except FedstreamError as error:
             context.log.warning("could not announce that it is leaving", reason=str(error))

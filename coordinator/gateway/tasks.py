@@ -9,8 +9,7 @@ from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.device_sessions import Held
-from fedstream.coordinator.gateway.receipts import receipt_of
-from fedstream.coordinator.gateway.upload_notes import upload_blob
+from fedstream.coordinator.gateway.upload_state import receipt_of, upload_blob
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage
 from fedstream.core.messages import OWNED, Assignment, Dead, GiveUp, Upload
@@ -18,16 +17,11 @@ from fedstream.core.messages import OWNED, Assignment, Dead, GiveUp, Upload
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from fedstream.broker.client import Client
-    from fedstream.broker.keys import Keys
-    from fedstream.broker.ledger.gateway import GatewayLedger
-    from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.partial_blobs import PartialBlob
     from fedstream.broker.streams import Entry
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
-    from fedstream.coordinator.gateway.run_cache import RunCache
+    from fedstream.coordinator.gateway.replica import Replica
+    from fedstream.protocol.messages import Advice
     from fedstream.runtime.service import Context
-    from fedstream.runtime.task_settings import LeaseSettings
 
 _AT_ONCE = 256  # tasks per read
 _DEAF_S = 3.0  # pause between sweeps after which silence counts anew
@@ -36,30 +30,17 @@ _DEAF_S = 3.0  # pause between sweeps after which silence counts anew
 class Tasks:
     """Takes tasks from the replica's stream, and sends given-up tasks to the inbox."""
 
-    def __init__(
-        self,
-        sessions: DeviceSessions,
-        run_cache: RunCache,
-        client: Client,
-        group: Group,
-        ledger: GatewayLedger,
-        outbox: Outbox,
-        keys: Keys,
-        lease: LeaseSettings,
-        context: Context,
-        *,
-        name: str,
-    ) -> None:
-        self._sessions = sessions
-        self._run_cache = run_cache
-        self._client = client
-        self._group = group
-        self._ledger = ledger
-        self._outbox = outbox
-        self._keys = keys
-        self._lease = lease
+    def __init__(self, replica: Replica, context: Context) -> None:
+        self._sessions = replica.sessions
+        self._run_cache = replica.run_cache
+        self._client = replica.client
+        self._group = replica.group
+        self._ledger = replica.ledger
+        self._outbox = replica.outbox
+        self._keys = replica.keys
+        self._lease = replica.lease
+        self._name = replica.name
         self._context = context
-        self._name = name
         self._unsure = True  # whether unknown pending tasks may be ours
         self._began = False
         self._swept = 0.0
@@ -224,6 +205,20 @@ class Tasks:
         if version is not None and version > self._run_cache.head.version:
             await self._run_cache.look()  # another replica read it, or Redis fell back
         return offers.overdue(held.task, self._run_cache.head, self.now())
+
+    async def advise(self, held: Held, attempt: str) -> tuple[Advice, str | None]:
+        """The advice to a device that works on a task, and the reason to give the task up if any.
+
+        The caller gives the task up.
+        """
+        why = await self.overdue(held)
+        run, head = self._run_cache.run, self._run_cache.head
+        advice = offers.advice(held, attempt, run, head, self.now())
+        if advice.why == "run over":
+            why = reasons.RUN_FINISHED
+        elif advice.why == "too stale":  # another offer would have the same staleness
+            why = why or reasons.BECAME_STALE
+        return advice, why
 
     def now(self) -> float:
         """Seconds since 1970 by Redis's clock, as in the tasks' deadlines."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,47 +21,54 @@ from aiohttp import hdrs, web
 from fedstream.broker.blobs import CHUNK, chunks_of
 from fedstream.broker.partial_blobs import Written
 from fedstream.broker.streams import Entry
-from fedstream.coordinator.gateway import upload_answers, upload_requests
+from fedstream.coordinator.gateway import upload_messages
 from fedstream.coordinator.gateway.device_sessions import NotHeld
 from fedstream.coordinator.gateway.handover import HeldElsewhere
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.upload_answers import (
-    OffsetRefused,
-    StoppedUpload,
-    UploadEnd,
-    UploadStops,
-)
 from fedstream.coordinator.gateway.upload_locks import TakenOver, UploadLocks
-from fedstream.coordinator.gateway.upload_notes import EXPIRE_S, Source, UploadNote, upload_blob
-from fedstream.coordinator.gateway.upload_requests import Chunks, TooLong, UploadPart
+from fedstream.coordinator.gateway.upload_messages import (
+    Chunks,
+    OffsetRefused,
+    TooLong,
+    UploadEnd,
+    UploadPart,
+)
+from fedstream.coordinator.gateway.upload_state import (
+    EXPIRE_S,
+    Receipts,
+    Source,
+    UploadNote,
+    upload_blob,
+)
 from fedstream.core.errors import BlobMissing
 from fedstream.core.formats import F32
 from fedstream.core.messages import Upload
 from fedstream.protocol import headers
-from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID
+from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID, Receipt
 
 if TYPE_CHECKING:
-    from fedstream.broker.client import Client
     from fedstream.broker.commands import Command
-    from fedstream.broker.keys import Keys
-    from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.partial_blobs import PartialBlob
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held
+    from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.coordinator.gateway.handover import HandOvers
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
-    from fedstream.coordinator.gateway.receipts import Receipts
-    from fedstream.coordinator.gateway.run_cache import RunCache
-    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.replica import Replica
     from fedstream.coordinator.gateway.tasks import Tasks
-    from fedstream.coordinator.gateway.upload_answers import Revoked
     from fedstream.coordinator.gateway.upload_locks import UploadLock
-    from fedstream.core.formats import Format
     from fedstream.protocol.messages import UpdateReport
 
 _NOTE_S = 60.0  # expiry of the note of an update that came in one request
 PLACE = 2 << 20  # bytes of memory per upload: a chunk, and bytes that arrive meanwhile
 _NOTHING = Written(note=None, chunks=None)
 _NAMES = re.compile(f"{TASK_ID}/{ATTEMPT_ID}")
+
+
+class StoppedUpload(Exception):
+    """The task has ended, so its update is no longer needed."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        super().__init__(receipt.state)
+        self.receipt = receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,35 +89,26 @@ class Uploads:
 
     def __init__(
         self,
-        client: Client,
-        keys: Keys,
-        outbox: Outbox,
-        run_cache: RunCache,
-        sessions: DeviceSessions,
+        replica: Replica,
         tasks: Tasks,
         moves: HandOvers,
-        receipts: Receipts,
         metrics: GatewayMetrics,
-        settings: GatewaySettings,
-        revoked: Revoked,
-        *,
-        name: str,
-        wire: Format,
+        revoked: Callable[[], Awaitable[Set[int]]],
     ) -> None:
-        """``name``: of this replica. ``wire``: the format of updates, for devices that know it."""
-        self._client = client
-        self._keys = keys
-        self._outbox = outbox
-        self._run_cache = run_cache
-        self._sessions = sessions
+        """``revoked``: reads the revoked devices."""
+        self._client = replica.client
+        self._keys = replica.keys
+        self._outbox = replica.outbox
+        self._run_cache = replica.run_cache
+        self._sessions = replica.sessions
+        self._settings = replica.settings
+        self._name = replica.name
+        self._formats = {one.name: one for one in (F32, replica.update)}
+        self._receipts = Receipts(replica.ledger.fates, replica.ledger.is_open)
         self._tasks = tasks
         self._moves = moves
-        self._receipts = receipts
         self._metrics = metrics
-        self._settings = settings
-        self._stops = UploadStops(sessions, run_cache, tasks, receipts, revoked)
-        self._name = name
-        self._formats = {one.name: one for one in (F32, wire)}
+        self._revoked = revoked
         self._locks = UploadLocks()
         self._methods = {
             hdrs.METH_POST: self._create,
@@ -146,13 +144,13 @@ class Uploads:
                 mine = _Mine(task, attempt, source, lock, blob, in_hand, is_first)
                 return await self._methods[request.method](request, mine)
         except TakenOver:
-            raise upload_answers.taken_over() from None
+            raise upload_messages.taken_over() from None
         except StoppedUpload as error:
-            return upload_answers.receipt(error.receipt)
+            return upload_messages.receipt(error.receipt)
         except BlobMissing:
             receipt = await self._receipts.now(task, attempt)
             if receipt is None:
-                raise upload_answers.no_upload() from None
+                raise upload_messages.no_upload() from None
             return UploadEnd(receipt, None).answer(request.method)  # the task ended meanwhile
 
     async def _source(
@@ -189,7 +187,7 @@ class Uploads:
 
         A repeated request continues the upload; a different report begins it anew.
         """
-        asked = upload_requests.creation(request)
+        asked = upload_messages.creation(request)
         self._fits(asked.length, asked.report)
         note = UploadNote(source=mine.source, length=asked.length, report=asked.report)
         part = asked.part
@@ -203,7 +201,7 @@ class Uploads:
             if not goes_on:
                 await self._begin(mine, note)
             at = note.at(written.chunks or 0) if goes_on else 0
-            return upload_answers.state(201, note, at, path=request.path)
+            return upload_messages.state(201, note, at, path=request.path)
         self._check(part, note.length, at=0)
         if part.completes and note.length <= CHUNK:
             return await self._whole(request, mine, note)
@@ -211,24 +209,24 @@ class Uploads:
 
     async def _append(self, request: web.Request, mine: _Mine) -> web.Response:
         """Append a part at the upload's offset; for an ended upload, answer with the receipt."""
-        part = upload_requests.part(request)
+        part = upload_messages.part(request)
         note, at = await self._begun(mine)
         if part.repeats_the_end(length=note.length, at=at):
             return await self._finished(mine, note)
         self._check(part, note.length, at=at)
-        if upload_requests.stated_length(request) not in (None, note.length):
+        if upload_messages.stated_length(request) not in (None, note.length):
             raise Refusal(400, "length", f"the upload was to have {note.length} bytes")
         return await self._received(request, mine, note, part)
 
     async def _look(self, _request: web.Request, mine: _Mine) -> web.Response:
         note, at = await self._begun(mine)
-        return upload_answers.state(204, note, at)
+        return upload_messages.state(204, note, at)
 
     async def _cancel(self, _request: web.Request, mine: _Mine) -> web.Response:
         """Delete the upload; the task stays held."""
         note, _ = await self._begun(mine)
         if note.complete:
-            raise upload_answers.complete()
+            raise upload_messages.complete()
         await mine.blob.discard()
         return web.Response(status=204)
 
@@ -244,7 +242,7 @@ class Uploads:
         written = await mine.blob.written()
         note = UploadNote.parsed(written.note)
         if note is None or (written.chunks is None and not note.complete):
-            raise upload_answers.no_upload()
+            raise upload_messages.no_upload()
         chunks = chunks_of(note.length) if written.chunks is None else written.chunks
         return note, note.at(chunks)
 
@@ -305,21 +303,21 @@ class Uploads:
         async def write(number: int, chunk: bytearray) -> None:
             ends = part.completes and number == last
             await mine.blob.put(number, memoryview(chunk), begun, done.encode() if ends else None)
-            await upload_requests.announce(request, {headers.OFFSET: str(chunks.offset)})
+            await upload_messages.announce(request, {headers.OFFSET: str(chunks.offset)})
 
         chunks = Chunks(note.length, part.offset)
         with self.place():
             if anew:
                 await self._begin(mine, note)
             if request.method == hdrs.METH_POST:
-                about = {hdrs.LOCATION: request.path, **upload_answers.limits(note.length)}
-                await upload_requests.announce(request, about)
+                about = {hdrs.LOCATION: request.path, **upload_messages.limits(note.length)}
+                await upload_messages.announce(request, about)
             await self._take(request, mine, chunks, write, completes=part.completes)
         if part.completes:
             return await self._finished(mine, done)
         if request.method == hdrs.METH_POST:
-            return upload_answers.state(201, note, chunks.offset, path=request.path)
-        return upload_answers.state(204, note, chunks.offset)
+            return upload_messages.state(201, note, chunks.offset, path=request.path)
+        return upload_messages.state(204, note, chunks.offset)
 
     async def _take(
         self,
@@ -333,18 +331,18 @@ class Uploads:
         """Read the body, and call ``use`` with each whole chunk. Raises Refusal, TakenOver."""
         loop = asyncio.get_running_loop()
         if chunks.missing > CHUNK:
-            await self._stops.go_on(mine.source.device, mine.task, mine.attempt)
-        await upload_requests.go_ahead(request)
+            await self._go_on(mine.source.device, mine.task, mine.attempt)
+        await upload_messages.go_ahead(request)
         until = loop.time() + self._settings.chunk_s
         try:
             while data := await mine.lock.within(until, request.content.readany):
                 self._metrics.upload_bytes.inc(len(data))
                 self._sessions.heard(mine.source.device, time.monotonic())
                 for number, chunk in chunks.take(data):
-                    await self._stops.admit(mine.source.device, mine.blob)
+                    await self._check_revoked(mine.source.device, mine.blob)
                     await use(number, chunk)
                     if chunks.missing:
-                        await self._stops.go_on(mine.source.device, mine.task, mine.attempt)
+                        await self._go_on(mine.source.device, mine.task, mine.attempt)
                     until = loop.time() + self._settings.chunk_s
         except TimeoutError:
             raise Refusal(
@@ -355,6 +353,36 @@ class Uploads:
             raise Refusal(400, "length", "more bytes than the upload has") from None
         if completes and not chunks.is_whole:
             raise Refusal(400, "length", f"the upload ends after {chunks.received} bytes")
+
+    # an upload that is no longer needed
+
+    async def _check_revoked(self, device: int, blob: PartialBlob) -> None:
+        """Raise Refusal if a device was revoked since its request began.
+
+        A replica that holds the task gives it up by itself; a replica that has only the upload's
+        note would accept the rest.
+        """
+        if device in await self._revoked():
+            await blob.discard()
+            raise Refusal(403, "revoked", "the operator has revoked this device")
+
+    async def _go_on(self, device: int, task: str, attempt: str) -> None:
+        """Check, like a heartbeat, whether the rest of an upload is still needed.
+
+        Raises StoppedUpload if its task has ended, or ends now.
+        """
+        try:
+            held = self._sessions.held(task, device)
+        except NotHeld:  # ended, or at another replica
+            if (receipt := await self._receipts.now(task, attempt)) is not None:
+                raise StoppedUpload(receipt) from None
+            return
+        _, why = await self._tasks.advise(held, attempt)
+        if why is not None:
+            await self._tasks.give_up(held, why)
+            # A decision on an answer through another replica takes precedence.
+            decided = await self._receipts.now(task, attempt)
+            raise StoppedUpload(decided or Receipt(state="given up", reason=why))
 
     async def deliver(self, held: Held, report: UpdateReport, data: memoryview) -> None:
         """Answer a task with an update in memory, as if its device had uploaded it.
@@ -385,7 +413,7 @@ class Uploads:
                         await blob.put(number, chunk, note.encode(), changed)
                 await self._hand_over(mine, done, ahead)
         except TakenOver:
-            raise upload_answers.taken_over() from None
+            raise upload_messages.taken_over() from None
 
     # the end
 
@@ -419,13 +447,13 @@ class Uploads:
         if receipt is not None and receipt.state == "received":
             if (await mine.blob.written()).chunks is not None:
                 await mine.blob.mark(note.encode())  # for requests that come much later
-                return upload_answers.receipt(receipt)
+                return upload_messages.receipt(receipt)
             # Without a blob, either a decision took it, so there is a receipt, or it expired.
             receipt = await self._receipts.now(mine.task, mine.attempt)
         if receipt is None:
             await mine.blob.discard()
             raise BlobMissing(f"{mine.task}.{mine.attempt}")
-        return upload_answers.receipt(receipt)
+        return upload_messages.receipt(receipt)
 
     def _upload(self, mine: _Mine, note: UploadNote) -> Upload:
         """The answer, with only those values of the device that the gateway can't know itself."""
@@ -472,7 +500,7 @@ class Uploads:
                 413,
                 "too large",
                 f"{length} bytes; an update in {wire.name} has at most {most}",
-                headers=upload_answers.limits(most),
+                headers=upload_messages.limits(most),
             )
         if length < least:
             raise Refusal(
@@ -495,5 +523,5 @@ class Uploads:
                     400,
                     "length",
                     f"{part.size} bytes: all parts but the last have at least {CHUNK}",
-                    headers=upload_answers.limits(length),
+                    headers=upload_messages.limits(length),
                 )

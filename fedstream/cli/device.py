@@ -91,7 +91,7 @@ def device(
             "cryptography is not installed: pip install 'fedstream[device]' adds what devices need"
         )
     with process.importing():
-        from fedstream.device.address import GatewayAddress
+        from fedstream.device.connection import GatewayAddress
         from fedstream.device.process import DeviceOptions, attestation_in
         from fedstream.runtime.process import end_with_parent
         from fedstream.settings.services import loaded

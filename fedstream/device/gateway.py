@@ -13,6 +13,11 @@ from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.device.connection import Connection, NotNow, Reply, date_of, retry_after
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import (
+    CHECK_IN_ROUTE,
+    ENROL_ROUTE,
+    GIVE_UP_ROUTE,
+    HEARTBEAT_ROUTE,
+    TOKEN_ROUTE,
     Access,
     Advice,
     Beat,
@@ -64,7 +69,7 @@ class OwnGateway:
 
     async def enrol(self, asks: Enrolment) -> Enrolled:
         """Exchange an invite for a device's number."""
-        reply = await self._signed("/v1/devices", asks.encode(), NEW, "the invite", {200, 201})
+        reply = await self._signed(ENROL_ROUTE, asks.encode(), NEW, "the invite", {200, 201})
         enrolled = reply.read(Enrolled, "the invite")
         self.device = enrolled.device
         return enrolled
@@ -76,7 +81,7 @@ class OwnGateway:
         """
         reply = await self._asked(
             "POST",
-            "/v1/check-in",
+            CHECK_IN_ROUTE,
             asks.encode(),
             what="the check-in",
             expected={200, 204, 409, 410},
@@ -99,7 +104,7 @@ class OwnGateway:
         """Send a heartbeat; return the gateway's advice whether to continue."""
         reply = await self._asked(
             "POST",
-            f"/v1/tasks/{task}/heartbeat",
+            HEARTBEAT_ROUTE.format(task=task),
             Beat(attempt=attempt).encode(),
             what="a heartbeat",
             expected={200},
@@ -108,7 +113,7 @@ class OwnGateway:
 
     async def give_up(self, task: str, surrender: Surrender) -> None:
         """Tell the gateway that the device will not finish the task."""
-        path = f"/v1/tasks/{task}/give-up"
+        path = GIVE_UP_ROUTE.format(task=task)
         await self._asked("POST", path, surrender.encode(), what="giving up", expected={200})
 
     async def once(
@@ -142,7 +147,7 @@ class OwnGateway:
         """A token that is valid for a while; ``fresh``: a new one. Raises NotNow."""
         if self._access is None or fresh or time.monotonic() > self._access[1]:
             asked = time.monotonic()
-            reply = await self._signed_once("/v1/token", Nothing().encode(), str(self.device))
+            reply = await self._signed_once(TOKEN_ROUTE, Nothing().encode(), str(self.device))
             if reply.status != 200:
                 raise self._refused(reply, "this device's key")
             access = reply.read(Access, "the request for a token")

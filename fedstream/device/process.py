@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from fedstream.core.errors import ConfigError
-from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import Connection, TurnedAway
+from fedstream.device.connection import Connection, GatewayAddress, TurnedAway
 from fedstream.device.folder import DeviceFolder, Identity
 from fedstream.device.gateway import UNKNOWN, OwnGateway, RunOver
 from fedstream.device.key import own_key

@@ -27,6 +27,17 @@ ATTEMPT_DIGITS: Final = 12  # hexadecimal
 TASK_ID: Final = r"[A-Za-z0-9_-]{1,64}"
 ATTEMPT_ID: Final = rf"[0-9a-f]{{{ATTEMPT_DIGITS}}}"
 
+# Routes, relative to the gateway's URL.
+ENROL_ROUTE: Final = "/v1/devices"
+TOKEN_ROUTE: Final = "/v1/token"  # noqa: S105  (a path)
+CHECK_IN_ROUTE: Final = "/v1/check-in"
+MODEL_ROUTE: Final = "/v1/models/{digest}"
+CHANGES_ROUTE: Final = "/v1/models/{digest}/changes/{has}"
+HEARTBEAT_ROUTE: Final = "/v1/tasks/{task}/heartbeat"
+GIVE_UP_ROUTE: Final = "/v1/tasks/{task}/give-up"
+UPDATE_ROUTE: Final = "/v1/tasks/{task}/updates/{attempt}"
+OPENAPI_ROUTE: Final = "/v1/openapi.json"
+
 UrlHost = Annotated[str, Field(pattern=rf"^{AUTHORITY}$")]
 TaskId = Annotated[str, Field(pattern=rf"^{TASK_ID}$")]
 AttemptId = Annotated[str, Field(pattern=rf"^{ATTEMPT_ID}$")]

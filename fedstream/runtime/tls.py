@@ -12,13 +12,17 @@ import asyncio
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar, cast
+
+from fedstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
     Data = bytes | bytearray | memoryview
+
+T = TypeVar("T")
 
 READ: Final = 1 << 18  # bytes of a read buffer
 # Steps in which the handshake's time limit is counted. A step that takes longer was delayed by this
@@ -47,20 +51,47 @@ class TlsBuffers:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
 
 
-Stamp: TypeAlias = tuple[tuple[int, ...], ...]
+class RenewedFiles(Generic[T]):
+    """The value of certificates or tokens in files, which are read again once they change.
 
-
-def stamp(files: Iterable[Path]) -> Stamp | None:
-    """The files' metadata, which changes once a file is replaced or written.
-
-    Unlike watching the files, this notices a Secret of Kubernetes, which changes by swapping a
-    symbolic link. None while a file is missing.
+    While the files are unusable, the value before stays, and each look tries again, as their
+    metadata doesn't show every repair.
     """
-    try:
-        found = [file.stat() for file in files]
-    except OSError:
-        return None
-    return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
+
+    def __init__(self, files: Iterable[Path], read: Callable[[], T]) -> None:
+        """``read``: raises ConfigError for unusable files, also here."""
+        self._files = tuple(files)
+        self._read = read
+        self._seen = self._metadata()  # first, so that no later change is missed
+        self._is_usable = True
+        self.value = read()
+
+    def look(self, report: Callable[[ConfigError], object]) -> T:
+        """The newest value. ``report``: called once for each change to unusable files."""
+        found = self._metadata()
+        if not self._is_usable or found != self._seen:
+            try:
+                self.value = self._read()
+            except ConfigError as error:
+                if self._is_usable or found != self._seen:
+                    report(error)
+                self._is_usable = False
+            else:
+                self._is_usable = True
+            self._seen = found
+        return self.value
+
+    def _metadata(self) -> tuple[tuple[int, ...], ...] | None:
+        """Numbers that change once a file is replaced or written; None while a file is missing.
+
+        Unlike watching the files, this notices a Secret of Kubernetes, which changes by swapping a
+        symbolic link.
+        """
+        try:
+            found = [file.stat() for file in self._files]
+        except OSError:
+            return None
+        return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
 
 
 @dataclass

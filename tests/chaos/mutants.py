@@ -324,7 +324,7 @@ MUTANTS = (
         "an update over HTTP says the newest version as its base",
         "coordinator/gateway/uploads.py",
         "tau=report.tau,\n            base=report.base,",
-        "tau=self._current.head.version,\n            base=self._current.head.given,",
+        "tau=self._run_cache.head.version,\n            base=self._run_cache.head.given,",
         (Kind.HANG_UP,),
         over_http=True,
     ),

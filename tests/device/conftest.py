@@ -11,8 +11,7 @@ from aiohttp.test_utils import TestServer
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
 from fedstream.core.layout import Model
-from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import Connection
+from fedstream.device.connection import Connection, GatewayAddress
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.process import DeviceOptions
 from fedstream.runtime.backoff import Backoff

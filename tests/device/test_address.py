@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedstream.core.errors import ConfigError
-from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import GatewayAddress
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
 from fedstream.core.errors import ConfigError
-from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import GatewayAddress
 from fedstream.device.process import run_device
 from fedstream.operate.enrolment import invite
 from fedstream.trainer.task import Task

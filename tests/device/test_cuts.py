@@ -18,7 +18,7 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.core.formats import F32
 from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
-from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import GatewayAddress
 from fedstream.device.process import run_device
 from fedstream.operate.enrolment import invite
 from fedstream.runtime.http import HttpSettings, application, listening

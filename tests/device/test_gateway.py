@@ -15,8 +15,14 @@ import trustme
 
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Model
-from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import Connection, NotNow, TurnedAway, date_of, retry_after
+from fedstream.device.connection import (
+    Connection,
+    GatewayAddress,
+    NotNow,
+    TurnedAway,
+    date_of,
+    retry_after,
+)
 from fedstream.device.gateway import OwnGateway
 from fedstream.protocol.messages import CheckIn, Surrender
 from tests.device.fake import FakeGateway

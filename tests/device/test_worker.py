@@ -13,8 +13,7 @@ import pytest
 
 from fedstream.core.errors import DataError, FedstreamError, LayoutMismatch
 from fedstream.core.layout import Model
-from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import TurnedAway
+from fedstream.device.connection import GatewayAddress, TurnedAway
 from fedstream.device.folder import DeviceFolder
 from fedstream.device.process import DeviceOptions, run_device
 from fedstream.device.uploads import UpdateUpload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import socket
 import ssl
 import struct
@@ -16,7 +17,8 @@ import pytest
 import trustme
 import uvloop
 
-from fedstream.runtime.tls import READ, TlsBuffers, TlsConnection, TlsFailure
+from fedstream.core.errors import ConfigError
+from fedstream.runtime.tls import READ, RenewedFiles, TlsBuffers, TlsConnection, TlsFailure
 from tests.support import wait_until
 
 if TYPE_CHECKING:
@@ -288,3 +290,43 @@ def test_a_connection_that_moved_models_holds_little(tmp_path: Path) -> None:
 
         before, *_, after = (moved() for _ in range(101))
         assert after - before < 100 * 24
+
+
+def test_value_is_that_of_the_files_unless_they_are_unusable(tmp_path: Path) -> None:
+    """Each unusable content is reported once, and the value before it stays."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    reports: list[str] = []
+
+    def read() -> int:
+        try:
+            return int(first.read_text()) + int(second.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(type(error).__name__) from error
+
+    def seen() -> int:
+        return files.look(lambda error: reports.append(str(error)))
+
+    with pytest.raises(ConfigError):
+        RenewedFiles([first, second], read)
+    for file in (first, second):
+        file.write_text("1")
+    files = RenewedFiles([first, second], read)
+    assert seen() == files.value == 2
+    second.write_text("20")
+    assert seen() == files.value == 21
+    for unusable in ("", "bad", None):
+        if unusable is None:
+            first.unlink()
+        else:
+            first.write_text(unusable)
+        before = len(reports)
+        assert (seen(), seen()) == (21, 21)
+        assert len(reports) == before + 1
+    assert reports == ["ValueError", "ValueError", "FileNotFoundError"]
+    first.write_text("bad")
+    assert seen() == 21
+    about = first.stat()
+    first.write_text("300")
+    os.utime(first, ns=(about.st_atime_ns, about.st_mtime_ns))  # its metadata doesn't show it
+    assert seen() == 320
+    assert len(reports) == 4

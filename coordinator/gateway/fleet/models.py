@@ -1,29 +1,33 @@
-"""Models as Flower's objects, and supernodes' replies as models and numbers. Pure."""
+"""Models as Flower's objects, and supernodes' replies as models and numbers. Pure.
+
+Objects are the parts of a message on the wire, each named by its SHA-256:
+``b"<kind> <ids of its parts> <length>\\0<body>"``. A message has one part, a RecordDict, which has
+records by name. An ArrayRecord has arrays by name, and an Array has the chunks of a file in numpy's
+format.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy
 
-from fedstream.coordinator.gateway.fleet import objects, protobuf
+from fedstream.coordinator.gateway.fleet import protobuf
 from fedstream.coordinator.gateway.fleet.files import ConfigScalar
-from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
 from fedstream.core.errors import DataError
 from fedstream.core.layout import Model
 from fedstream.protocol.flower import loss_of, samples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fedstream.core.layout import Layout, Tensor
 
 
@@ -33,6 +37,105 @@ _NUMBERS = ("double", "sint64", "uint64")
 _WIDEST = 16  # bytes of numpy's largest number type
 _HEADER = 16 << 10  # most bytes before an array's numbers; numpy reads no more than 10,000
 _ERROR = re.compile(r"<class '(?:[\w.]*\.)?(\w{1,80})'>")
+CHUNK: Final = 5 << 20  # bytes of an array per object, as in Flower
+_HEAD: Final = 1 << 20  # most bytes of a head
+
+
+# objects
+
+
+@dataclass(frozen=True)
+class FlowerObject:
+    """An object in its wire form, and its parts, each once."""
+
+    id: str
+    pieces: tuple[bytes | memoryview, ...]  # content; views share a model's bytes
+    parts: tuple[FlowerObject, ...] = ()
+
+    @property
+    def content(self) -> bytes:
+        """The object's bytes on the wire, as a copy."""
+        return b"".join(self.pieces)
+
+    def every(self) -> Iterator[FlowerObject]:
+        """The object and all its parts, recursively."""
+        for part in self.parts:
+            yield from part.every()
+        yield self
+
+
+def packed(
+    kind: str, body: bytes | Sequence[bytes | memoryview], parts: Sequence[FlowerObject] = ()
+) -> FlowerObject:
+    """Make an object; ``body``: whole, or in pieces that are not copied."""
+    pieces = (body,) if isinstance(body, bytes) else tuple(body)
+    once = {part.id: part for part in parts}
+    size = sum(len(piece) for piece in pieces)
+    head = b"%s %s %d\0" % (kind.encode(), ",".join(once).encode(), size)
+    digest = hashlib.sha256(head)
+    for piece in pieces:
+        digest.update(piece)
+    return FlowerObject(digest.hexdigest(), (head, *pieces), tuple(once.values()))
+
+
+def refers(kind: str, parts: Mapping[str, FlowerObject]) -> FlowerObject:
+    """Make an ArrayRecord or a RecordDict, with parts by name."""
+    return packed(
+        kind, json.dumps({n: one.id for n, one in parts.items()}).encode(), [*parts.values()]
+    )
+
+
+@dataclass
+class Received:
+    """Received objects by name, with unchecked content."""
+
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+    def body(self, id_: str, *kinds: str) -> tuple[str, list[str], memoryview]:
+        """An object's kind, the ids of its parts, and its body. Raises DataError."""
+        content = self.contents.get(id_)
+        if content is None:
+            raise DataError(f"object {id_[:64]!r} is missing")
+        end = content.find(b"\0", 0, _HEAD)
+        head = content[: max(end, 0)].decode("utf-8", "replace").split(" ")
+        if len(head) != 3 or head[0] not in kinds:
+            raise DataError(f"object {id_} is no {' or '.join(kinds)} of Flower's")
+        return head[0], head[1].split(",") if head[1] else [], memoryview(content)[end + 1 :]
+
+    def named(self, id_: str, kind: str) -> dict[str, str]:
+        """The ids of the parts of an ArrayRecord or a RecordDict, by name. Raises DataError."""
+        found = self.json(id_, kind)
+        if not all(isinstance(one, str) for one in found.values()):
+            raise DataError(f"object {id_}: its parts are not named")
+        return found
+
+    def json(self, id_: str, kind: str) -> dict[str, Any]:
+        """Parse an object's body as JSON. Raises DataError."""
+        _, _, body = self.body(id_, kind)
+        try:
+            found = json.loads(bytes(body))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"object {id_} of kind {kind}: no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise DataError(f"object {id_} of kind {kind}: no JSON object")
+        return found
+
+    def array(self, id_: str, most: int) -> bytes:
+        """Join the chunks of an Array. Raises DataError above ``most`` bytes.
+
+        The limit is needed because an array may name the same chunk many times.
+        """
+        places = self.json(id_, "Array").get("arraychunk_ids")
+        _, chunks, _ = self.body(id_, "Array")
+        if not isinstance(places, list) or not all(
+            isinstance(one, int) and 0 <= one < len(chunks) for one in places
+        ):
+            raise DataError(f"array {id_}: its chunks can't be put in order")
+        bodies = [self.body(one, "ArrayChunk")[2] for one in chunks]
+        size = sum(bodies[one].nbytes for one in places)
+        if size > most:
+            raise DataError(f"array {id_} has {size} bytes: expected at most {most}")
+        return b"".join(bodies[one] for one in places)
 
 
 # sent to a supernode
@@ -58,7 +161,7 @@ def memory_of(layout: Layout) -> int:
 
 def arrays_of(model: Model) -> FlowerObject:
     """A model as an ArrayRecord of views of the model, which must not change."""
-    return objects.refers(
+    return refers(
         "ArrayRecord", {tensor.name: _array(tensor, values) for tensor, values in _views(model)}
     )
 
@@ -85,7 +188,7 @@ def _is_float(tensor: Tensor) -> bool:
 def _cut(file: list[memoryview]) -> Iterator[list[memoryview]]:
     """Split a file into chunks of Flower's length, each a list of pieces."""
     chunk: list[memoryview] = []
-    room = objects.CHUNK
+    room = CHUNK
     for part in file:
         rest = part
         while rest:
@@ -94,7 +197,7 @@ def _cut(file: list[memoryview]) -> Iterator[list[memoryview]]:
             rest = rest[len(chunk[-1]) :]
             if not room:
                 yield chunk
-                chunk, room = [], objects.CHUNK
+                chunk, room = [], CHUNK
     if chunk:
         yield chunk
 
@@ -108,7 +211,7 @@ def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
     if given.dtype != values.dtype:
         data = memoryview(data.tobytes())
     pieces = list(_cut([memoryview(file.getvalue()), data]))
-    chunks = [objects.packed("ArrayChunk", piece) for piece in pieces]
+    chunks = [packed("ArrayChunk", piece) for piece in pieces]
     places = {one: number for number, one in enumerate(dict.fromkeys(one.id for one in chunks))}
     about = {
         "dtype": str(dtype),
@@ -116,7 +219,7 @@ def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
         "stype": "numpy.ndarray",
         "arraychunk_ids": [places[one.id] for one in chunks],
     }
-    return objects.packed("Array", json.dumps(about).encode(), chunks)
+    return packed("Array", json.dumps(about).encode(), chunks)
 
 
 def content_of(
@@ -128,13 +231,11 @@ def content_of(
     arrays without names. Objects that occur twice are sent once.
     """
     items = [protobuf.message("Item", key=key, value=_value(one)) for key, one in config.items()]
-    settings = objects.packed(
-        "ConfigRecord", protobuf.message("Values", items=items).SerializeToString()
-    )
+    settings = packed("ConfigRecord", protobuf.message("Values", items=items).SerializeToString())
     records = {"arrays": arrays, "config": settings}
     if unnamed:
         records |= {"fitins.parameters": arrays, "fitins.config": settings}
-    return objects.refers("RecordDict", records)
+    return refers("RecordDict", records)
 
 
 def _value(value: ConfigScalar) -> Any:

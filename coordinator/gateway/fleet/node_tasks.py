@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from fedstream.coordinator.gateway.fleet.models import RECORDS, memory_of
-from fedstream.coordinator.gateway.fleet.objects import CHUNK, FlowerObject, Received
+from fedstream.coordinator.gateway.fleet.models import (
+    CHUNK,
+    RECORDS,
+    FlowerObject,
+    Received,
+    memory_of,
+)
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal
 
 if TYPE_CHECKING:

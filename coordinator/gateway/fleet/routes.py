@@ -17,13 +17,13 @@ from fedstream.broker.published import read_newest
 from fedstream.coordinator.gateway.device_sessions import NotHeld
 from fedstream.coordinator.gateway.fleet import models, node_tasks, protobuf
 from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
+from fedstream.coordinator.gateway.fleet.models import CHUNK, packed
 from fedstream.coordinator.gateway.fleet.node_tasks import (
     GivenVersion,
     Incoming,
     NodeTask,
     NodeTasks,
 )
-from fedstream.coordinator.gateway.fleet.objects import CHUNK, packed
 from fedstream.coordinator.gateway.refusals import RETRY_S, Refusal, body_of
 from fedstream.coordinator.gateway.uploads import PLACE
 from fedstream.core import reasons
@@ -35,14 +35,10 @@ from fedstream.protocol.messages import UpdateReport
 from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
-    from fedstream.broker.client import Client
-    from fedstream.broker.keys import Keys
-    from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.coordinator.access import Handler
     from fedstream.coordinator.gateway.app import Opened
-    from fedstream.coordinator.gateway.device_sessions import DeviceSessions, Held, Woken
-    from fedstream.coordinator.gateway.run_cache import RunCache
-    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.coordinator.gateway.device_sessions import Held
+    from fedstream.coordinator.gateway.replica import Replica
 
 _PATH = "/v1/fleet/"
 _SERVER = 1  # the SuperLink's node
@@ -68,26 +64,16 @@ FleetCall = Callable[[int, Any], Awaitable[Any]]
 class FleetRoutes:
     """The routes. Before :meth:`open` they answer 503."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        sessions: DeviceSessions,
-        run_cache: RunCache,
-        client: Client,
-        keys: Keys,
-        ledger: GatewayLedger,
-        app: FlowerApp,
-        roster: Roster,
-    ) -> None:
-        self._settings = settings
-        self._sessions = sessions
-        self._run_cache = run_cache
-        self._client = client
-        self._keys = keys
-        self._ledger = ledger
+    def __init__(self, replica: Replica, app: FlowerApp, roster: Roster) -> None:
+        self._settings = replica.settings
+        self._sessions = replica.sessions
+        self._run_cache = replica.run_cache
+        self._client = replica.client
+        self._keys = replica.keys
+        self._ledger = replica.ledger
         self._app = app
         self._roster = roster
-        self._node_tasks = NodeTasks(settings.model_bytes)
+        self._node_tasks = NodeTasks(replica.settings.model_bytes)
         self._reading = asyncio.Lock()
         self._missed: dict[int, tuple[float, float]] = {}  # device -> first and last miss
         self._greetings = LogLimiter(burst=3, per_s=1 / 60)  # log lines per device
@@ -253,44 +239,17 @@ class FleetRoutes:
     # tasks
 
     async def _pull_messages(self, device: int, _said: Any) -> Any:
-        run, head = self._run_cache.run, self._run_cache.head
-        if device >= run.devices:
-            raise Refusal(
-                403, "unknown device", f"the run has {run.devices} devices, numbered from 0"
-            )
+        self._running.check_ins.check_device(device)
         self._node_tasks.end(device)  # it asks for a task, so it has none
         self._end_search(device)
         self._node_tasks.keep(self._sessions.present())
-        if self._run_cache.is_over or device in head.quarantines.by_device:
+        if self._run_cache.is_over or device in self._run_cache.head.quarantines.by_device:
             self._sessions.leave(device)
             return protobuf.message("PullMessagesResponse")
-        self._sessions.arrive(device, time.monotonic())
-        held = await self._waited(device)
-        if held is None:
+        held = await self._running.check_ins.task_for(device, _WAIT_S)
+        if isinstance(held, str):
             return protobuf.message("PullMessagesResponse")
         return await self._task(device, held)
-
-    async def _waited(self, device: int) -> Held | None:
-        """Wait for the device's task; None if there is none in time."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + min(_WAIT_S, self._settings.poll_s)
-        if self._sessions.first(device) is not None:
-            await self._run_cache.look()  # the task may have come a while ago
-        while (held := await self._running.tasks.due(device)) is None:
-            if self._run_cache.is_over or self._running.context.stop.is_set():
-                return None
-            poll: asyncio.Future[Woken] = loop.create_future()
-            self._sessions.park(device, poll, time.monotonic())
-            try:
-                async with asyncio.timeout_at(until):
-                    if await poll == "replaced":
-                        return None
-            except TimeoutError:
-                return None
-            finally:
-                self._sessions.unpark(device, poll)
-                self._sessions.heard(device, time.monotonic())
-        return held
 
     async def _task(self, device: int, held: Held) -> Any:
         """A task as a train message."""

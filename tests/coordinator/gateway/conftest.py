@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.coordinator import sweep
-from fedstream.coordinator.gateway import receipts, service
+from fedstream.coordinator.gateway import service, upload_state
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
@@ -99,4 +99,4 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways that don't wait long for a decision."""
-    monkeypatch.setattr(receipts, "WAIT_S", 0.2)
+    monkeypatch.setattr(upload_state, "WAIT_S", 0.2)

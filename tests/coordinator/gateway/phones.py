@@ -12,11 +12,10 @@ from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedstream.coordinator.gateway.auth import DEVICES, TOKEN
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.digest import digest_of
 from fedstream.protocol.headers import as_bearer
-from fedstream.protocol.messages import Access, BadBody, Enrolment
+from fedstream.protocol.messages import ENROL_ROUTE, TOKEN_ROUTE, Access, BadBody, Enrolment
 from fedstream.protocol.signatures import PrivateKey, pem_of, sign
 from tests.support import Hand
 
@@ -70,10 +69,10 @@ class Phone:
         return Enrolment(invite=invite, public_key=pem_of(self.key.public_key())).encode()
 
     async def enrol(self, invite: str = INVITE, **about: Any) -> ClientResponse:
-        return await self.signed(DEVICES, self.enrolment(invite), **{"keyid": "new", **about})
+        return await self.signed(ENROL_ROUTE, self.enrolment(invite), **{"keyid": "new", **about})
 
     async def ask_token(self, **about: Any) -> ClientResponse:
-        return await self.signed(TOKEN, b"{}", **about)
+        return await self.signed(TOKEN_ROUTE, b"{}", **about)
 
     async def join(self) -> None:
         """Enrol and get a token."""

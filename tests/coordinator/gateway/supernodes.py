@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway.fleet import models, objects, protobuf
-from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from fedstream.coordinator.gateway.fleet import models, protobuf
+from fedstream.coordinator.gateway.fleet.models import FlowerObject, Received
 from fedstream.core.layout import Model
 from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
 from tests.support import Hand, wait_until
@@ -130,7 +130,7 @@ def replied(message: Any, content: FlowerObject) -> FlowerObject:
     """A reply as an object."""
     about = {"reply_to_message_id": message.metadata.message_id}
     body = protobuf.message("Message", metadata=about).SerializeToString()
-    return objects.packed("Message", body, [content])
+    return models.packed("Message", body, [content])
 
 
 def pushed(message: Any, content: FlowerObject) -> dict[str, Any]:
@@ -196,7 +196,7 @@ async def asked(hand: Hand, node: Node, **task: Any) -> tuple[Any, Received]:
     assert not said.messages_list
     await owned_by(hand, DEVICE, "gw-0")
     await hand.open(device=DEVICE, **task)
-    await wait_until(lambda: len(node.place.gateway._sessions) == 1)
+    await wait_until(lambda: len(node.place.gateway.replica.sessions) == 1)
     return await node.pull()
 
 
@@ -206,11 +206,11 @@ def content(
     """A reply of a NumPyClient, or of the Message API."""
     record = models.arrays_of(model)
     if names is not None:
-        record = objects.refers("ArrayRecord", dict(zip(names, record.parts, strict=True)))
+        record = models.refers("ArrayRecord", dict(zip(names, record.parts, strict=True)))
     items = [{"key": key, "value": {"double": value}} for key, value in numbers.items()]
     metrics = protobuf.message("Values", items=items).SerializeToString()
-    examples = objects.packed("MetricRecord", metrics)
-    return objects.refers(
+    examples = models.packed("MetricRecord", metrics)
+    return models.refers(
         "RecordDict", {"fitres.parameters": record, "fitres.num_examples": examples}
     )
 

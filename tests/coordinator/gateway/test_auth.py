@@ -10,10 +10,10 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedstream.coordinator.gateway import registry
-from fedstream.coordinator.gateway.auth import DEVICES, TOKEN, TOKEN_S
+from fedstream.coordinator.gateway.auth import TOKEN_S
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.core.digest import digest_of
-from fedstream.protocol.messages import BODY, Access, Enrolled, Enrolment
+from fedstream.protocol.messages import BODY, ENROL_ROUTE, TOKEN_ROUTE, Access, Enrolled, Enrolment
 from fedstream.protocol.signatures import PrivateKey, pem_of
 from tests.coordinator.gateway.phones import (
     INVITE,
@@ -102,7 +102,7 @@ async def test_requests_with_tokens_cost_redis_nothing(
 
 async def test_a_signature_by_another_key_is_refused(phone: Phone) -> None:
     stranger = Phone(phone.http)
-    wrong = await stranger.signed(DEVICES, phone.enrolment(), keyid="new")
+    wrong = await stranger.signed(ENROL_ROUTE, phone.enrolment(), keyid="new")
     assert await said(wrong) == (401, "signature")
     await phone.join()
     assert await said(await stranger.ask_token()) == (401, "signature")
@@ -110,19 +110,23 @@ async def test_a_signature_by_another_key_is_refused(phone: Phone) -> None:
 
 async def test_a_signature_is_for_one_body_and_one_route(phone: Phone) -> None:
     await phone.join()
-    headers = phone.signing(TOKEN, b"{}")
-    for path, body in ((TOKEN, b'{"a": 1}'), (DEVICES, b"{}"), (TOKEN + "?x=1", b"{}")):
+    headers = phone.signing(TOKEN_ROUTE, b"{}")
+    for path, body in (
+        (TOKEN_ROUTE, b'{"a": 1}'),
+        (ENROL_ROUTE, b"{}"),
+        (TOKEN_ROUTE + "?x=1", b"{}"),
+    ):
         assert (await phone.signed(path, body, headers=headers)).status in (400, 401)
-    assert (await phone.signed(TOKEN, b"{}", headers=headers)).status == 200
+    assert (await phone.signed(TOKEN_ROUTE, b"{}", headers=headers)).status == 200
 
 
 async def test_a_header_given_twice_is_refused(phone: Phone) -> None:
     """Who checks the first and who checks the last would not mean the same request."""
     body = phone.enrolment()
-    headers = phone.signing(DEVICES, body, keyid="new")
+    headers = phone.signing(ENROL_ROUTE, body, keyid="new")
     for name, value in headers.items():
         twice = [*headers.items(), (name, value)]
-        response = await phone.http.post(DEVICES, data=body, headers=twice)
+        response = await phone.http.post(ENROL_ROUTE, data=body, headers=twice)
         assert await said(response) == (401, "signature"), name
 
 
@@ -130,9 +134,10 @@ async def test_a_request_is_accepted_once(phone: Phone, replica: Replica) -> Non
     """By all replicas together."""
     await phone.join()
     other = await replica()
-    headers = phone.signing(TOKEN, b"{}")
+    headers = phone.signing(TOKEN_ROUTE, b"{}")
     copies = [
-        await one.signed(TOKEN, b"{}", headers=headers) for one in (phone, phone, other, other)
+        await one.signed(TOKEN_ROUTE, b"{}", headers=headers)
+        for one in (phone, phone, other, other)
     ]
     assert copies[0].status == 200
     assert [await said(one) for one in copies[1:]] == [(401, "nonce")] * 3
@@ -140,9 +145,9 @@ async def test_a_request_is_accepted_once(phone: Phone, replica: Replica) -> Non
 
 async def test_a_copied_enrolment_is_refused(phone: Phone) -> None:
     body = phone.enrolment()
-    headers = phone.signing(DEVICES, body, keyid="new")
-    assert (await phone.signed(DEVICES, body, headers=headers)).status == 201
-    assert await said(await phone.signed(DEVICES, body, headers=headers)) == (401, "nonce")
+    headers = phone.signing(ENROL_ROUTE, body, keyid="new")
+    assert (await phone.signed(ENROL_ROUTE, body, headers=headers)).status == 201
+    assert await said(await phone.signed(ENROL_ROUTE, body, headers=headers)) == (401, "nonce")
 
 
 @pytest.mark.parametrize("skew_s", [-61.5, 61.5])
@@ -208,7 +213,7 @@ async def test_redis_holds_no_invite(phone: Phone, hand: Hand) -> None:
 async def test_a_key_of_another_kind_is_refused(phone: Phone) -> None:
     pem = pem_of(phone.key.public_key()).replace("MCow", "MCox")
     body = Enrolment(invite=INVITE, public_key=pem).encode()
-    assert await said(await phone.signed(DEVICES, body, keyid="new")) == (400, "key")
+    assert await said(await phone.signed(ENROL_ROUTE, body, keyid="new")) == (400, "key")
 
 
 # what is too large or too slow
@@ -219,9 +224,9 @@ async def test_a_body_is_bounded_whatever_is_said_of_its_length(phone: Phone) ->
         for _ in range(100):
             yield b" " * 1024
 
-    headers = phone.signing(DEVICES, b"", keyid="new")
+    headers = phone.signing(ENROL_ROUTE, b"", keyid="new")
     for data in (b" " * (BODY + 1), parts()):
-        response = await phone.http.post(DEVICES, data=data, headers=headers)
+        response = await phone.http.post(ENROL_ROUTE, data=data, headers=headers)
         assert await said(response) == (413, "too large")
 
 
@@ -230,15 +235,15 @@ async def test_a_body_that_does_not_arrive_is_not_awaited(phone: Phone) -> None:
         yield b"{"
         await asyncio.sleep(30)
 
-    headers = phone.signing(DEVICES, b"", keyid="new")
-    response = await phone.http.post(DEVICES, data=parts(), headers=headers)
+    headers = phone.signing(ENROL_ROUTE, b"", keyid="new")
+    response = await phone.http.post(ENROL_ROUTE, data=parts(), headers=headers)
     assert await said(response) == (408, "too slow")
 
 
 async def test_a_signature_of_junk_is_refused_as_junk(phone: Phone) -> None:
-    assert await said(await phone.signed(DEVICES, b"junk", keyid="new")) == (400, "malformed")
+    assert await said(await phone.signed(ENROL_ROUTE, b"junk", keyid="new")) == (400, "malformed")
     await phone.join()
-    assert await said(await phone.signed(TOKEN, b"[]")) == (400, "malformed")
+    assert await said(await phone.signed(TOKEN_ROUTE, b"[]")) == (400, "malformed")
 
 
 def test_a_secret_is_long_enough() -> None:

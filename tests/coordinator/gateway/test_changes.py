@@ -70,7 +70,7 @@ async def commit(place: Place, hand: Hand, *versions: Version) -> None:
     """Versions come, one after the other, and the gateway sees each."""
     for version in versions:
         assert await hand.commit(version.version, write=False, versions=[version]) == "done"
-        await place.gateway._run_cache.look()
+        await place.gateway.replica.run_cache.look()
 
 
 async def downloaded(place: Place, hand: Hand, *versions: Version) -> list[bytes]:
@@ -140,7 +140,7 @@ async def test_offer_names_no_changes_that_there_are_not(redis: RedisSettings, h
     old, new = await publish(hand, trained(hand.layout, 2))
     async with serving(hand, redis) as place:
         await commit(place, hand, old, new)
-        models, head = place.gateway._models, place.gateway._run_cache.head
+        models, head = place.gateway._models, place.gateway.replica.run_cache.head
         assert models.changes_url(head, old.digest) is None, "it is not in memory"
         assert (await place.ask("GET", f"/v1/models/{old.digest}", 9)).status == 200
         assert models.changes_url(head, old.digest) == between(old, new)
@@ -153,7 +153,7 @@ async def test_setting_of_zero_bytes_turns_changes_off(redis: RedisSettings, han
     old, new = await publish(hand, trained(hand.layout, 2))
     async with serving(hand, redis, changes_bytes=0) as place:
         await downloaded(place, hand, old, new)
-        models, head = place.gateway._models, place.gateway._run_cache.head
+        models, head = place.gateway._models, place.gateway.replica.run_cache.head
         assert models.changes_url(head, old.digest) is None
         answer = await place.ask("GET", between(old, new), 3)
         assert (answer.status, answer.json["reason"]) == (404, "no changes")
@@ -169,7 +169,7 @@ async def test_changes_that_save_nothing_are_made_once(
     async with serving(hand, redis) as place:
         await downloaded(place, hand, old)
         await commit(place, hand, new)
-        models, head = place.gateway._models, place.gateway._run_cache.head
+        models, head = place.gateway._models, place.gateway.replica.run_cache.head
         assert models.changes_url(head, old.digest) is not None
         for _ in range(2):
             answer = await place.ask("GET", between(old, new), 3)
@@ -187,7 +187,7 @@ async def test_device_cannot_have_changes_made_between_any_two_models(
     first, second, third, fourth = await publish(hand, trained(hand.layout, 4))
     makes = counted_makes(monkeypatch)
     async with serving(hand, redis) as place:
-        models, current = place.gateway._models, place.gateway._run_cache
+        models, current = place.gateway._models, place.gateway.replica.run_cache
 
         async def asks(old: Version, new: Version) -> int:
             return (await place.ask("GET", between(old, new), 3)).status

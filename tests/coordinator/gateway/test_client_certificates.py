@@ -18,8 +18,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.certificate import authorities_in
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.core.errors import ConfigError
-from fedstream.device.address import GatewayAddress
-from fedstream.device.connection import Connection, NotNow
+from fedstream.device.connection import Connection, GatewayAddress, NotNow
 from tests.coordinator.gateway.places import Place, serving
 from tests.support import Hand, counted, wait_until
 

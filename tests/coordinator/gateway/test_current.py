@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.coordinator.gateway.run_cache import RunCache
+from fedstream.coordinator.gateway.replica import RunCache
 from fedstream.core.errors import Unavailable
 from fedstream.core.formats import F32
 from fedstream.core.records import Head

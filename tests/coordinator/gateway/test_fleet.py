@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway.fleet import models, objects, protobuf
+from fedstream.coordinator.gateway.fleet import models, protobuf
 from fedstream.coordinator.gateway.fleet.files import FlowerApp, Roster
-from fedstream.coordinator.gateway.fleet.objects import FlowerObject, Received
+from fedstream.coordinator.gateway.fleet.models import FlowerObject, Received
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.core.messages import Upload
@@ -120,10 +120,10 @@ async def test_reply_that_is_no_update_gives_the_task_up(
         items = [{"key": key, "value": {"double": value}} for key, value in numbers.items()]
         metrics = protobuf.message("Values", items=items).SerializeToString()
         records = {
-            "arrays": objects.refers("ArrayRecord", arrays),
-            "metrics": objects.packed("MetricRecord", metrics),
+            "arrays": models.refers("ArrayRecord", arrays),
+            "metrics": models.packed("MetricRecord", metrics),
         }
-        await node.reply(message, objects.refers("RecordDict", records))
+        await node.reply(message, models.refers("RecordDict", records))
         await ends(hand, "given_up", "raised DataError")
         assert await hand.queue() == []
 
@@ -131,8 +131,8 @@ async def test_reply_that_is_no_update_gives_the_task_up(
 def array(values: Any) -> FlowerObject:
     file = io.BytesIO()
     np.save(file, values)
-    chunk = objects.packed("ArrayChunk", file.getvalue())
-    return objects.packed("Array", json.dumps({"arraychunk_ids": [0]}).encode(), [chunk])
+    chunk = models.packed("ArrayChunk", file.getvalue())
+    return models.packed("Array", json.dumps({"arraychunk_ids": [0]}).encode(), [chunk])
 
 
 async def announced(node: Node, message: Any, **reply: Any) -> Any:
@@ -261,7 +261,7 @@ def test_app_is_read_as_flower_builds_it(tmp_path: Path) -> None:
 
 # models as Flower's objects
 
-LARGE = 3 * objects.CHUNK // 4 + 1000  # parameters of an array of four chunks
+LARGE = 3 * models.CHUNK // 4 + 1000  # parameters of an array of four chunks
 DTYPES = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<f4"}
 
 

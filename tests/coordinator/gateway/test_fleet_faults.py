@@ -16,14 +16,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway.fleet import models, node_tasks, objects, protobuf, routes
+from fedstream.coordinator.gateway.fleet import models, node_tasks, protobuf, routes
+from fedstream.coordinator.gateway.fleet.models import Received
 from fedstream.coordinator.gateway.fleet.node_tasks import (
     GivenVersion,
     Incoming,
     NodeTask,
     NodeTasks,
 )
-from fedstream.coordinator.gateway.fleet.objects import Received
 from fedstream.coordinator.gateway.handover import OtherReplicas
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.errors import ConfigError, DataError
@@ -316,9 +316,9 @@ async def test_replies_have_their_room_before_they_come(hand: Hand) -> None:
 
 def test_few_bytes_do_not_stand_for_many() -> None:
     """An array may name a chunk again and again."""
-    chunk = objects.packed("ArrayChunk", b"x" * (1 << 20))
+    chunk = models.packed("ArrayChunk", b"x" * (1 << 20))
     body = json.dumps({"arraychunk_ids": [0] * 200}).encode()
-    array = objects.packed("Array", body, [chunk])
+    array = models.packed("Array", body, [chunk])
     received = Received({one.id: one.content for one in array.every()})
     tracemalloc.start()
     try:

@@ -34,7 +34,7 @@ async def wait(stack: ExitStack, place: Place, devices: range) -> None:
         one.setblocking(False)
         await loop.sock_connect(one, (host, int(port)))
         await loop.sock_sendall(one, check_in(device))
-    await wait_until(lambda: place.gateway._sessions.polls == devices.stop)
+    await wait_until(lambda: place.gateway.replica.sessions.polls == devices.stop)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
@@ -48,7 +48,7 @@ async def test_device_that_waits_costs_little(redis: RedisSettings, hand: Hand) 
         return sum(not handle.cancelled() for handle in scheduled)
 
     async with serving(hand, redis, address_rate=1e6) as place:
-        sessions = place.gateway._sessions
+        sessions = place.gateway.replica.sessions
         with ExitStack() as stack:
             await wait(stack, place, range(DEVICES))  # what is grown once is there from now on
             gc.collect()
@@ -77,7 +77,7 @@ async def test_crowd_gets_its_tasks(redis: RedisSettings, hand: Hand) -> None:
         ]
         for device in (0, connection_limit - 1):
             await owned_by(hand, device, "gw-0")
-        await wait_until(lambda: place.gateway._sessions.polls == connection_limit)
+        await wait_until(lambda: place.gateway.replica.sessions.polls == connection_limit)
 
         async def all_owned() -> bool:
             return len(await hand.ledger.owners()) == connection_limit

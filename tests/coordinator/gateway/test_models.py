@@ -16,12 +16,12 @@ from fedstream.broker import blobs
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
 from fedstream.coordinator.gateway.byte_cache import ByteCache, CachedBytes, NoRoom
-from fedstream.coordinator.gateway.model_source import (
+from fedstream.coordinator.gateway.models import (
     InRedis,
     ModelSource,
     RedisReaders,
+    byte_range,
 )
-from fedstream.coordinator.gateway.models import byte_range
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.formats import format_of
 from fedstream.core.layout import Payload

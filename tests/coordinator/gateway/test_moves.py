@@ -47,7 +47,7 @@ async def test_device_takes_its_task_along(redis: RedisSettings, hand: Hand) -> 
         offer = await given_task(hand, one)
         moved = (await other.check_in(3, wait_s=50)).offer
         assert (moved.task, moved.attempt) == (offer.task, offer.attempt)
-        assert (len(one.gateway._sessions), len(other.gateway._sessions)) == (0, 1)
+        assert (len(one.gateway.replica.sessions), len(other.gateway.replica.sessions)) == (0, 1)
         assert (await other.beat(3, offer)).json["go_on"]
         assert await hand.ledger.owners() == {3: member(SITE, "gw-0")}, "as long as it has its task"
         await other.give_up(3, offer)
@@ -64,12 +64,12 @@ async def test_task_that_was_on_its_way_follows_the_device(
         for device in (3, 4):
             await joined(hand, one, device)
         second = asyncio.create_task(other.check_in(3, wait_s=50))
-        await wait_until(lambda: not one.gateway._sessions.is_present(3))
+        await wait_until(lambda: not one.gateway.replica.sessions.is_present(3))
         # The coordinators still know the device at the first replica.
         assert (await hand.ledger.owners())[3] == member(SITE, "gw-0")
         [trigger] = await hand.open(device=3)
         assert (await second).offer.task.id == trigger.task
-        assert not one.gateway._sessions.is_present(3)
+        assert not one.gateway.replica.sessions.is_present(3)
 
 
 async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
@@ -81,15 +81,15 @@ async def test_restarted_replica_leaves_tasks_to_where_their_devices_came(
             for device in (3, 4):
                 await joined(hand, one, device)
                 await hand.open(device=device)
-            await wait_until(lambda: len(one.gateway._sessions) == 2)
+            await wait_until(lambda: len(one.gateway.replica.sessions) == 2)
             offer = (await one.check_in(3)).offer
         async with serving(hand, redis, "gw-1") as other:
             assert (await other.check_in(3)).status == 204
-            await wait_until(lambda: not other.gateway._sessions.newcomers)
+            await wait_until(lambda: not other.gateway.replica.sessions.newcomers)
             async with serving(hand, redis, "gw-0") as one:
                 assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
                 assert (await one.check_in(4, wait_s=50)).offer.task.device == 4
-                assert {held.task.device for held in one.gateway._sessions} == {4}
+                assert {held.task.device for held in one.gateway.replica.sessions} == {4}
 
 
 async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
@@ -103,7 +103,7 @@ async def test_tasks_of_a_replica_that_dies_lapse_to_where_they_came_from(
         offer = await given_task(hand, one)
         async with serving(hand, redis, "gw-1", task_lease_s=1.0) as other:
             assert (await other.check_in(3, wait_s=50)).offer.attempt == offer.attempt
-            stream = one.gateway._group.stream
+            stream = one.gateway.replica.group.stream
             begun, idle_ms = time.monotonic(), [0]
             while time.monotonic() < begun + 1.5:  # longer than its lease, which is renewed
                 [(_, owner, idle, _)] = await hand.client.call(
@@ -237,19 +237,19 @@ async def test_nobody_becomes_present_who_could_not_check_in(
     async with serving(hand, redis) as place:
         barred = NO_QUARANTINES.quarantined([4], "odd", 1.0, 0)
         await hand.commit(1, quarantines=barred)
-        await place.gateway._run_cache.look()
+        await place.gateway.replica.run_cache.look()
         assert (await place.check_in(3, eligible=False)).status == 204
         path, body = "/v1/tasks/nope/heartbeat", {"attempt": "0123456789ab"}
         for device in (3, 4, 10, 5000):
             answer = await place.ask("POST", path, device, json=body)
             assert answer.json == {"go_on": False, "why": "given up"}
-        assert place.gateway._sessions.present() == ()
-        assert place.gateway._sessions.newcomers == set()
+        assert place.gateway.replica.sessions.present() == ()
+        assert place.gateway.replica.sessions.newcomers == set()
         [task] = await hand.open()
         path = f"/v1/tasks/{task.task}/heartbeat"
         assert (await place.ask("POST", path, 5, json=body)).status == 503
         assert (await place.check_in(3)).status == 204
-        assert set(place.gateway._sessions.present()) == {3, 5}
+        assert set(place.gateway.replica.sessions.present()) == {3, 5}
 
 
 async def test_move_that_is_told_while_another_is_on_its_way_counts(
@@ -269,7 +269,7 @@ async def test_move_that_is_told_while_another_is_on_its_way_counts(
 
         ledger.move = slow  # type: ignore[method-assign]
         assert (await one.check_in(3)).status == 204
-        assert one.gateway._sessions.newcomers == {3}
+        assert one.gateway.replica.sessions.newcomers == {3}
 
         async def is_told() -> bool:
             return bool(await ledger.moves())
@@ -278,7 +278,7 @@ async def test_move_that_is_told_while_another_is_on_its_way_counts(
         assert (await other.check_in(3)).status == 204
         await wait_until(lambda: 3 in moves.moves._meanwhile)
         told.set()
-        await wait_until(lambda: not one.gateway._sessions.is_present(3))
+        await wait_until(lambda: not one.gateway.replica.sessions.is_present(3))
         await owned_by(hand, 3, "gw-1")
 
 

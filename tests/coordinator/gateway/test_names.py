@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import ValidationError
 
-from fedstream.coordinator.gateway.auth import TOKEN, AcceptedNames
+from fedstream.coordinator.gateway.auth import AcceptedNames
 from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.protocol.messages import TOKEN_ROUTE
 from tests.coordinator.gateway.phones import NAME, Phone, Replica, invite, said
 from tests.support import Hand
 
@@ -25,8 +26,8 @@ async def test_a_signature_for_another_gateway_is_refused(phone: Phone) -> None:
     await phone.join()
     led_astray = Phone(phone.http, phone.key, authority="evil.example")
     for host in ("evil.example", NAME):
-        headers = led_astray.signing(TOKEN, b"{}") | {"Host": host}
-        refused = await phone.signed(TOKEN, b"{}", headers=headers)
+        headers = led_astray.signing(TOKEN_ROUTE, b"{}") | {"Host": host}
+        refused = await phone.signed(TOKEN_ROUTE, b"{}", headers=headers)
         assert await said(refused) == (401, "signature")
     assert await said(await led_astray.enrol()) == (401, "signature")
     assert (await phone.ask_token()).status == 200
@@ -66,7 +67,8 @@ def names_of(folder: Path, *names: str) -> AcceptedNames:
         .sign(key, None)
     )
     file = folder / "cert.pem"
-    file.write_bytes(certificate.public_bytes(Encoding.PEM))
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    file.write_bytes(certificate.public_bytes(Encoding.PEM) + secret)
     settings = GatewaySettings(tls_cert=str(file), tls_key=str(file))
     return AcceptedNames(settings, ServedCertificate(settings))
 

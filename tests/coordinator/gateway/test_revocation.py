@@ -11,7 +11,7 @@ from yarl import URL
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway.upload_notes import upload_blob
+from fedstream.coordinator.gateway.upload_state import upload_blob
 from fedstream.core import reasons
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.messages import CheckIn, Offer

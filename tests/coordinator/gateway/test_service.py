@@ -68,7 +68,7 @@ async def test_task_is_kept_for_a_device_that_does_not_wait(
         assert first.headers["Retry-After"] in ("1", "2")
         await owned_by(hand, 3, "gw-0")
         triggers = await hand.open(2, device=3)
-        await wait_until(lambda: len(place.gateway._sessions) == 2)
+        await wait_until(lambda: len(place.gateway.replica.sessions) == 2)
         await hand.commit(1)  # a newer version by now
         offer = (await place.check_in(3)).offer
         assert (offer.task.id, offer.model.version) == (triggers[0].task, 1)
@@ -85,7 +85,7 @@ async def test_same_nonce_gets_the_same_answer(redis: RedisSettings, hand: Hand)
         assert (await place.check_in(3, nonce=one)).status == 204
         await owned_by(hand, 3, "gw-0")
         await hand.open(device=3)
-        await wait_until(lambda: len(place.gateway._sessions))
+        await wait_until(lambda: len(place.gateway.replica.sessions))
         assert (await place.check_in(3, nonce=one)).status == 204
         offered = await place.check_in(3, nonce=two)
         await hand.commit(1)
@@ -103,7 +103,7 @@ async def test_newer_check_in_of_a_device_waits_in_the_place_of_the_older(
     async with coordinating(hand, redis), serving(hand, redis) as place:
         nonce = "a" * 22
         older = asyncio.create_task(place.check_in(3, nonce=nonce, wait_s=50))
-        await wait_until(lambda: place.gateway._sessions.polls == 1)
+        await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
         newer = asyncio.create_task(place.check_in(3, nonce=nonce, wait_s=50))
         assert (await older).status == 204
         await owned_by(hand, 3, "gw-0")
@@ -115,7 +115,7 @@ async def test_device_that_hung_up_is_offered_nothing(redis: RedisSettings, hand
     """Or its task would count as begun, and wait for it for the whole lease."""
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
-        desk = place.gateway._sessions
+        desk = place.gateway.replica.sessions
         waiting = asyncio.create_task(place.check_in(3, wait_s=50))
         await wait_until(lambda: desk.polls)
         await owned_by(hand, 3, "gw-0")
@@ -173,10 +173,10 @@ async def test_restarts_do_not_make_a_task_poison(redis: RedisSettings, hand: Ha
         async with serving(hand, redis) as place:
             await joined(hand, place)
             await hand.open(device=3)
-            await wait_until(lambda: len(place.gateway._sessions))
+            await wait_until(lambda: len(place.gateway.replica.sessions))
         for _ in range(5):
             async with serving(hand, redis) as place:
-                await wait_until(lambda: len(place.gateway._sessions))
+                await wait_until(lambda: len(place.gateway.replica.sessions))
         async with serving(hand, redis) as place:
             assert (await place.check_in(3, wait_s=50)).status == 200
 
@@ -185,7 +185,7 @@ async def test_stop_answers_waiting_devices_at_once(redis: RedisSettings, hand: 
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
         waiting = asyncio.create_task(place.check_in(3, wait_s=50))
-        await wait_until(lambda: place.gateway._sessions.polls)
+        await wait_until(lambda: place.gateway.replica.sessions.polls)
         await owned_by(hand, 3, "gw-0")
         begun = time.monotonic()
         place.context.stop.set()
@@ -202,7 +202,7 @@ async def test_task_in_hand_outlasts_a_stop(redis: RedisSettings, hand: Hand) ->
         async with serving(hand, redis) as place:
             await joined(hand, place)
             [trigger] = await hand.open(device=3)
-            await wait_until(lambda: len(place.gateway._sessions))
+            await wait_until(lambda: len(place.gateway.replica.sessions))
             place.context.stop.set()
             await place.work
         assert (await hand.ledger.owners())[3] == member(SITE, "gw-0")
@@ -215,7 +215,7 @@ async def test_finished_run_sends_devices_home(redis: RedisSettings, hand: Hand)
     async with coordinating(hand, redis), serving(hand, redis) as place:
         offer = await given_task(hand, place)
         waiting = asyncio.create_task(place.check_in(4, wait_s=50))
-        await wait_until(lambda: place.gateway._sessions.polls)
+        await wait_until(lambda: place.gateway.replica.sessions.polls)
         await hand.commit(1, finish="done")
         assert ((await waiting).status, (await waiting).json["reason"]) == (410, "run over")
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "run over"}
@@ -230,7 +230,7 @@ async def test_task_of_a_round_that_ended_is_not_offered(redis: RedisSettings, h
     async with coordinating(hand, redis), serving(hand, redis) as place:
         await joined(hand, place)
         await hand.open(device=3, version=0, deadline=await hand.client.time() + 600)
-        await wait_until(lambda: len(place.gateway._sessions))
+        await wait_until(lambda: len(place.gateway.replica.sessions))
         offer = (await place.check_in(3)).offer
         assert offer.task.left_s is not None
         assert 590 < offer.task.left_s < 601  # Redis's clock is known to a millisecond or so
@@ -247,11 +247,11 @@ async def test_task_of_a_round_that_this_replica_has_not_read_yet_goes_on(
     await hand.create()
     async with coordinating(hand, redis), serving(hand, redis) as place:
         await joined(hand, place)
-        current = place.gateway._run_cache
+        current = place.gateway.replica.run_cache
         older = current.head
         await hand.commit(1)
         await hand.open(device=3, version=1)
-        await wait_until(lambda: len(place.gateway._sessions))
+        await wait_until(lambda: len(place.gateway.replica.sessions))
         current._head = older  # between two looks
         offer = (await place.check_in(3)).offer
         assert offer.model.version == 1
@@ -293,10 +293,10 @@ async def test_device_hears_that_its_task_is_too_stale(redis: RedisSettings, han
     async with coordinating(hand, redis), serving(hand, redis) as place:
         offer = await given_task(hand, place)
         await hand.commit(1)
-        await place.gateway._run_cache.look()
+        await place.gateway.replica.run_cache.look()
         assert (await place.beat(3, offer)).json["go_on"]
         await hand.commit(2)
-        await place.gateway._run_cache.look()
+        await place.gateway.replica.run_cache.look()
         assert (await place.beat(3, offer)).json == {"go_on": False, "why": "too stale"}
         await ends(hand, "given_up", reasons.BECAME_STALE)
         assert (await place.check_in(3)).status == 204, "it would be too stale again"
@@ -308,7 +308,7 @@ async def test_quarantined_device_is_not_kept_waiting(redis: RedisSettings, hand
         await joined(hand, place)
         barred = NO_QUARANTINES.quarantined([3], "odd", 1.0, 0)
         await hand.commit(1, quarantines=barred)
-        await place.gateway._run_cache.look()
+        await place.gateway.replica.run_cache.look()
         assert (await place.check_in(3, wait_s=50)).status == 204
         await owned_by(hand, 3, None)
 
@@ -413,7 +413,7 @@ async def test_long_list_is_announced_every_two_seconds_however_often_it_changes
         return [len(one.owns) for one in said if len(one.owns) > 1000]
 
     async with serving(hand, redis) as place:
-        desk, counts = place.gateway._sessions, list[int]()
+        desk, counts = place.gateway.replica.sessions, list[int]()
         begun = time.monotonic()
         for device in range(1200):
             desk.arrive(device, time.monotonic())

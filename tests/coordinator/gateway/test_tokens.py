@@ -12,8 +12,8 @@ import pytest
 
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.coordinator.gateway import registry
+from fedstream.coordinator.gateway.auth import ALGORITHM, VerifiedTokens
 from fedstream.coordinator.gateway.refusals import Refusal
-from fedstream.coordinator.gateway.tokens import ALGORITHM, VerifiedTokens
 from fedstream.core.digest import digest_of
 from fedstream.protocol.headers import as_bearer
 from fedstream.protocol.signatures import pem_of
@@ -293,7 +293,7 @@ def test_a_token_ends_by_the_clock_of_its_gateway() -> None:
 
 
 def test_memory_is_bounded(decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstream.coordinator.gateway.tokens._REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.coordinator.gateway.auth._REMEMBERED", 2)
     tokens, three = VerifiedTokens("run/gateway"), [token(device) for device in range(3)]
     for one in (*three, three[2], three[1], three[0]):
         tokens.claims(one, OWN, NOW)

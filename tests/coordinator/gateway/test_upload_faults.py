@@ -148,7 +148,7 @@ async def test_who_sends_is_present(make: Any, scene: Scene) -> None:
         for _ in range(8):
             await asyncio.sleep(0.25)
             slow.writer.write(b"x")
-        assert phone.offer.task.id in at.gateway._sessions
+        assert phone.offer.task.id in at.gateway.replica.sessions
         async with scene.deciding():
             await ends(hand, "given_up", "dropped out")
         slow.close()
@@ -228,7 +228,7 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
     async with scene.replica() as at:
         phone = await scene.phone(at)
         assert (await phone.posts(at, phone.data[:CHUNK], complete=False)).status == 201
-        [held] = at.gateway._sessions
+        [held] = at.gateway.replica.sessions
         if is_decided:
             given_up = GiveUp(
                 task=held.task.task,
@@ -237,7 +237,7 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
                 trainer="gw-0",
                 reason="dropped out",
             )
-            await at.gateway._outbox.answer(held.stream, held.entry, given_up)
+            await at.gateway.replica.outbox.answer(held.stream, held.entry, given_up)
             async with scene.deciding():
                 await ends(hand, "given_up", "dropped out")
         else:
@@ -245,7 +245,7 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
         opened = at.gateway._app._opened
         assert opened is not None
         await opened.tasks.renew()
-        assert held.task.task not in at.gateway._sessions
+        assert held.task.task not in at.gateway.replica.sessions
         assert len(await kept_of(hand)) == (0 if is_decided else 2)
 
 

@@ -11,8 +11,8 @@ import pytest
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.keys import member
 from fedstream.broker.ledger.gateway import Fate
-from fedstream.coordinator.gateway.receipts import ADMITTED, RECEIVED, Receipts, receipt_of
 from fedstream.coordinator.gateway.upload_locks import UploadLock
+from fedstream.coordinator.gateway.upload_state import ADMITTED, RECEIVED, Receipts, receipt_of
 from fedstream.core.errors import Unavailable
 from fedstream.core.messages import Withdraw
 from fedstream.protocol.messages import Receipt

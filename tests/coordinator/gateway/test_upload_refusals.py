@@ -94,7 +94,9 @@ async def test_what_can_be_no_update_is_refused(make: Any, scene: Scene) -> None
             about = changed(phone.creating(complete=False))
             assert (await phone.asks(at, "POST", about)).refusal == refusal, about
         assert await hand.client.call("KEYS", hand.keys.update("*")) == []
-        assert phone.offer.task.id in at.gateway._sessions  # the device may try again, or give up
+        assert (
+            phone.offer.task.id in at.gateway.replica.sessions
+        )  # the device may try again, or give up
 
 
 async def test_a_header_is_there_once(make: Any, scene: Scene) -> None:

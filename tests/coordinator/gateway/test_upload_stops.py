@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.coordinator.gateway.upload_notes import upload_blob
+from fedstream.coordinator.gateway.upload_state import upload_blob
 from fedstream.core import reasons
 from fedstream.core.messages import GiveUp
 from tests.coordinator.gateway.places import SITE, Place, coordinating, ends, joined, owned_by
@@ -60,7 +60,7 @@ async def test_rest_of_an_update_that_has_become_too_stale_is_not_taken(
         sending = await scene.sending(at, phone, CHUNK)
         for version in (1, 2):
             await hand.commit(version)
-        await at.gateway._run_cache.look()
+        await at.gateway.replica.run_cache.look()
         sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
         assert await sending.status() == 422
         sending.close()
@@ -98,7 +98,7 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
     async with coordinating(hand, scene.redis), scene.replica(task_lease_s=3600.0) as at:
         phone = await _in_time(scene, at)
         sending = await scene.sending(at, phone, CHUNK)
-        held = at.gateway._sessions.held(phone.offer.task.id, DEVICE)
+        held = at.gateway.replica.sessions.held(phone.offer.task.id, DEVICE)
         elsewhere = GiveUp(
             task=held.task.task,
             attempt=held.attempt,
@@ -109,7 +109,7 @@ async def test_what_was_decided_elsewhere_is_told_of_an_update_that_is_not_taken
         await hand.client.call("XDEL", held.stream, held.entry.id)  # as who answers a task does
         await hand.said(elsewhere, site=SITE)
         await ends(hand, "given_up", reasons.DROPPED_OUT)
-        assert phone.offer.task.id in at.gateway._sessions
+        assert phone.offer.task.id in at.gateway.replica.sessions
         clock.ahead_s = 2 * _DEADLINE_S
         sending.writer.write(phone.data[CHUNK : 2 * CHUNK])
         told = await sending.reader.readuntil(b"}")

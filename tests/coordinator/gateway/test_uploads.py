@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import Client
 from fedstream.broker.partial_blobs import PartialBlob, Written
-from fedstream.coordinator.gateway.upload_requests import Chunks, Flaw, TooLong, UploadPart
+from fedstream.coordinator.gateway.upload_messages import Chunks, Flaw, TooLong, UploadPart
 from fedstream.core.formats import format_of
 from tests.coordinator.gateway.places import SITE
 from tests.coordinator.gateway.uploading import (
@@ -38,7 +38,7 @@ async def test_an_update_in_one_request_is_admitted(
         assert (upload.device, upload.site, upload.trainer) == (DEVICE, SITE, f"{SITE}/gw-0")
         assert (upload.seed, upload.attempt) == (phone.offer.task.seed, phone.offer.attempt)
         assert (upload.samples, upload.steps, upload.loss) == (10, 5, 0.5)
-        assert not at.gateway._sessions  # its answer was given
+        assert not at.gateway.replica.sessions  # its answer was given
     await hand.balanced()
 
 
@@ -143,7 +143,7 @@ async def test_an_upload_can_be_cancelled(make: Any, scene: Scene) -> None:
         assert (await phone.asks(at, "DELETE", phone.about())).status == 204
         assert await hand.client.call("KEYS", hand.keys.update("*")) == []
         assert (await phone.looks(at)).status == 404
-        assert phone.offer.task.id in at.gateway._sessions
+        assert phone.offer.task.id in at.gateway.replica.sessions
         async with scene.deciding():
             assert (await phone.posts(at, phone.data)).receipt == (200, "admitted", None)
         told = await phone.asks(at, "DELETE", phone.about())

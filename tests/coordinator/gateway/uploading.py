@@ -16,12 +16,11 @@ from yarl import URL
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.client import RedisSettings
-from fedstream.coordinator.gateway.upload_requests import PATH
 from fedstream.core.formats import F32, Format
 from fedstream.core.layout import Model
 from fedstream.core.messages import Heartbeat, Presence, Upload, decode
 from fedstream.protocol import headers
-from fedstream.protocol.messages import Offer
+from fedstream.protocol.messages import UPDATE_ROUTE, Offer
 from tests.coordinator.gateway.places import SITE, Place, coordinating, serving
 from tests.support import Hand, counted, wait_until
 
@@ -49,7 +48,7 @@ class Sender:
 
     @property
     def path(self) -> str:
-        return PATH.format(task=self.offer.task.id, attempt=self.offer.attempt)
+        return UPDATE_ROUTE.format(task=self.offer.task.id, attempt=self.offer.attempt)
 
     def about(self, **more: str) -> dict[str, str]:
         """Headers: of the token's device, and these."""

@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.coordinator.policies import InFlight
 from fedstream.core.errors import ConfigError
-from fedstream.device.address import GatewayAddress
+from fedstream.device.connection import GatewayAddress
 from fedstream.local import preflight, request
 from fedstream.local.preflight import Subject
 from fedstream.local.request import OverHttp, RunRequest, configured

@@ -1,4 +1,4 @@
-"""Requests on uploads: headers, parts, chunks, and interim responses.
+"""Requests on uploads and their answers: headers, parts, chunks, receipts, interim responses.
 
 An upload keeps whole chunks of equal length (except the last), so its offset is a multiple of that
 length, or the end.
@@ -6,17 +6,30 @@ length, or the end.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from aiohttp import HttpVersion11, hdrs, web
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.upload_state import EXPIRE_S
 from fedstream.protocol import headers
-from fedstream.protocol.messages import BadBody, UpdateReport
+from fedstream.protocol.messages import BadBody, Receipt, UpdateReport, WrongOffset
 
+if TYPE_CHECKING:
+    from fedstream.coordinator.gateway.upload_state import UploadNote
+
+METHODS: Final = (hdrs.METH_POST, hdrs.METH_HEAD, hdrs.METH_PATCH, hdrs.METH_DELETE)
+
+_ASK_AGAIN_S = (1, 3)  # range of a random wait, so that devices don't retry together
+_STATUS: Final = {"admitted": 200, "received": 202, "refused": 422, "given up": 422}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SUPPORTED = "HTTP/1.1 104 Upload Resumption Supported\r\n"
+
+T = TypeVar("T")
 Flaw = Literal["offset", "length", "too short"]
 
 
@@ -110,13 +123,7 @@ class Chunks:
                 yield number, whole
 
 
-T = TypeVar("T")
-
-PATH: Final = "/v1/tasks/{task}/updates/{attempt}"
-METHODS: Final = (hdrs.METH_POST, hdrs.METH_HEAD, hdrs.METH_PATCH, hdrs.METH_DELETE)
-
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_SUPPORTED = "HTTP/1.1 104 Upload Resumption Supported\r\n"
+# requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +228,94 @@ async def announce(request: web.Request, about: Mapping[str, str]) -> None:
     lines = "".join(f"{name}: {value}\r\n" for name, value in about.items())
     await request.writer.write(f"{_SUPPORTED}{lines}\r\n".encode())
     request.writer.output_size = 0  # the response is still to come
+
+
+# answers
+
+
+@dataclass(frozen=True, slots=True)
+class UploadEnd:
+    """The receipt of an update, and the note of its upload if it still exists."""
+
+    receipt: Receipt
+    note: UploadNote | None
+
+    def answer(self, method: str) -> web.Response:
+        """Answer a request on this upload. Raises Refusal."""
+        if method == hdrs.METH_DELETE:
+            raise complete()
+        if method != hdrs.METH_HEAD:
+            return receipt(self.receipt)
+        if self.note is None or not self.note.complete:
+            raise over()  # the length is unknown, or the upload was incomplete
+        return state(204, self.note, self.note.length)
+
+
+def state(status: int, note: UploadNote, at: int, *, path: str | None = None) -> web.Response:
+    """Answer with an upload's offset. ``path``: of a new upload."""
+    about = {
+        headers.OFFSET: str(at),
+        headers.COMPLETE: headers.as_boolean(note.complete),
+        headers.LENGTH: str(note.length),
+        hdrs.CACHE_CONTROL: "no-store",
+        **limits(note.length),
+    }
+    if path is not None:
+        about[hdrs.LOCATION] = path
+    return web.Response(status=status, headers=about)
+
+
+def receipt(said: Receipt) -> web.Response:
+    """Answer with the receipt, to the request that completes the upload and to later ones."""
+    about = {headers.COMPLETE: headers.as_boolean(True), hdrs.CACHE_CONTROL: "no-store"}
+    if said.state == "received":
+        about[hdrs.RETRY_AFTER] = str(random.randint(*_ASK_AGAIN_S))
+    return web.Response(
+        status=_STATUS[said.state],
+        body=said.encode(),
+        headers=about,
+        content_type=headers.CONTENT_TYPE,
+    )
+
+
+def limits(most: int) -> dict[str, str]:
+    """The header Upload-Limit, for uploads of at most ``most`` bytes."""
+    by_name = {headers.MOST: most, headers.LEAST_PART: CHUNK, headers.AGE: round(EXPIRE_S)}
+    return {headers.LIMIT: headers.as_limits(by_name)}
+
+
+class OffsetRefused(Refusal):
+    """A part does not begin at its upload's offset."""
+
+    def __init__(self, *, expected: int, provided: int) -> None:
+        super().__init__(
+            409,
+            "offset",
+            f"the upload goes on at byte {expected}, not at {provided}",
+            headers={headers.OFFSET: str(expected), headers.COMPLETE: headers.as_boolean(False)},
+        )
+        self._problem = WrongOffset(expected=expected, provided=provided)
+
+    def document(self) -> tuple[bytes, str]:
+        """A problem document of the draft's type, with both offsets."""
+        return self._problem.encode(), headers.PROBLEM
+
+
+def no_upload() -> Refusal:
+    """The refusal if there is no upload to continue."""
+    return Refusal(404, "no upload", "no upload has begun here, or it expired: begin with POST")
+
+
+def over() -> Refusal:
+    """The refusal if only the receipt is left of the upload."""
+    return Refusal(410, "no upload", "the upload is over: its end, sent again, is answered by how")
+
+
+def complete() -> Refusal:
+    """The refusal to cancel a complete upload."""
+    return Refusal(409, "complete", "the update is complete, so it can't be cancelled any more")
+
+
+def taken_over() -> Refusal:
+    """The refusal of a request that a newer one has replaced."""
+    return Refusal(409, "taken over", "a newer request for this upload has come: ask with HEAD")

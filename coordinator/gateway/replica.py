@@ -1,17 +1,25 @@
-"""A gateway's copy of the run's record and newest version."""
+"""A replica of a gateway: what its parts share, and its copy of the run."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.errors import ConfigError, NoRun
 
 if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.gateway import GatewayLedger
+    from fedstream.broker.ledger.trainer import Outbox
+    from fedstream.broker.streams import Group
+    from fedstream.coordinator.gateway.device_sessions import DeviceSessions
+    from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.core.formats import Format
     from fedstream.core.records import Head, Run
+    from fedstream.runtime.task_settings import LeaseSettings
 
 _REMEMBERED = 1000  # newest versions whose models devices may request
 _WAIT_S = 2.0  # Retry-After before the run has begun
@@ -138,3 +146,20 @@ class RunCache:
                 f"{run.strategy!r}, which takes models, and {self._update.kind} is too coarse for "
                 "them: use bf16 or int8"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A replica's settings, connections and state, which its parts share."""
+
+    name: str
+    settings: GatewaySettings
+    lease: LeaseSettings
+    update: Format  # the wanted format of updates
+    keys: Keys
+    client: Client
+    ledger: GatewayLedger
+    outbox: Outbox
+    group: Group  # of the replica's own stream of tasks
+    sessions: DeviceSessions
+    run_cache: RunCache
