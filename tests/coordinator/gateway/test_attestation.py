@@ -25,7 +25,7 @@ from fedstream.coordinator.gateway.attestation import (
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.core.errors import ConfigError
 from fedstream.device.process import attestation_in
-from fedstream.protocol.messages import ATTESTATION, Attestation, Enrolment
+from fedstream.protocol.messages import ATTESTATION, ENROL_ROUTE, Attestation, Enrolment
 from fedstream.protocol.signatures import pem_of
 from fedstream.settings.config import read
 from tests.coordinator.gateway.phones import INVITE, Phone, Replica, invite, said
@@ -67,7 +67,7 @@ def enrolment(phone: Phone, shown: Attestation | None) -> bytes:
 
 async def enrolled(phone: Phone, shown: Attestation | None = None) -> tuple[int, str]:
     """Status, and the reason of a refusal."""
-    answer = await phone.signed(auth.DEVICES, enrolment(phone, shown), keyid="new")
+    answer = await phone.signed(ENROL_ROUTE, enrolment(phone, shown), keyid="new")
     return (answer.status, "") if answer.status in (200, 201) else await said(answer)
 
 
@@ -136,7 +136,7 @@ async def test_verifier_is_not_asked_about_what_nobody_signed(replica: Replica, 
     phone, other = await replica(attestation=Noting()), Phone(None)  # type: ignore[arg-type]
     await invite(hand)
     body = enrolment(other, None)
-    assert await said(await phone.signed(auth.DEVICES, body, keyid="new")) == (401, "signature")
+    assert await said(await phone.signed(ENROL_ROUTE, body, keyid="new")) == (401, "signature")
     assert SEEN == []
 
 
