@@ -1,71 +1,123 @@
-"""Deciding on queue entries, without I/O: each update is checked and mixed in by the strategy.
+"""Deciding on queue entries: each update is checked and mixed in by the strategy.
 
-The simulation shares the checks. The updater alone decides on reasons that concern the pipeline
-(the run is over, a blob is gone).
+All of it is pure, except that :meth:`Decider.change` fetches an update between its two checks. The
+simulation shares the checks. The updater alone decides on reasons that concern the pipeline (the
+run is over, a blob is gone).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import median_low
 from typing import Any
 
 import numpy as np
 
 from fedstream.broker.blobs import chunks_of
 from fedstream.broker.lease import Lease
+from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import Entry
 from fedstream.core import reasons
 from fedstream.core.digest import algorithm_of
-from fedstream.core.errors import Undecodable
+from fedstream.core.errors import BlobDamaged, BlobMissing, Undecodable
 from fedstream.core.formats import F32, Format, format_of
 from fedstream.core.given import given
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Outcome, RoundEnd, Sends, SetQuarantine, Upload, Version
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
-from fedstream.journal.norms import sizes
+from fedstream.journal.norms import WINDOW, sizes
 from fedstream.journal.progress import Progress, Step, close_round, take, weight_of
 from fedstream.journal.rebuild import end_of, unfit
 from fedstream.journal.records import DROPPED_ROUNDS, QUARANTINES, WIRE_FORMATS, Counted
+from fedstream.runtime.service import Context
 from fedstream.strategies import State, Strategy
 from fedstream.strategies.mixing import norm
 from fedstream.updater.buffers import BufferPool
-from fedstream.updater.state import Change, RunState
+from fedstream.updater.metrics import UpdaterMetrics
+from fedstream.updater.state import Change, Ends, RunState
 
 MOST_COUNTED = 1_000_000  # most minibatches that one update may add to a batch norm's counter
 LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,
 LARGEST_DELTA = 1e30  # nor can a batch's sum of deltas within this, times its rate
+LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
+_AT_FIRST = (1,) * 20  # samples of updates before the first
+_SAMPLES = 10  # times the median
+
+QueueMessage = Upload | RoundEnd | SetQuarantine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decider:
-    """Turns queue entries into changes, each on top of a state.
+    """Turns queue entries into changes, each on top of a state."""
 
-    Only the returned change may follow the state, because the strategy's memory contains it
-    already. Exception: while lost versions are being remade, the decision uses a copy of the
-    memory, so a change that belongs to none of them leaves the state unchanged.
-    """
-
+    context: Context
+    metrics: UpdaterMetrics
+    ledger: UpdaterLedger
     lease: Lease  # its epoch and nonce name the versions
+    fetched: Callable[[Entry, Upload, Layout, Ends], Awaitable[Payload]]  # as of the intake
+    unfetch: Callable[[Entry], Awaitable[None]]  # likewise
     spares: BufferPool
-    now: Callable[[], float]
-    timed: Callable[[str], AbstractContextManager[None]]
     max_norm: float | None
     norm_factor: float
     max_samples: int | None  # None: bounded by other devices' claims
     weights: bool  # the journal keeps the updates' bytes
     format: Format  # of published models
 
+    async def change(self, entry: Entry, message: QueueMessage, state: RunState) -> Change | None:
+        """Decide on an entry on top of ``state``; None for an update that Redis doesn't expect.
+
+        Afterwards only the returned change may follow ``state``, because the strategy's memory
+        contains it already. Exception: while lost versions are being remade, the decision uses a
+        copy of the memory, so a change that belongs to none of them leaves ``state`` unchanged.
+        """
+        if isinstance(message, SetQuarantine):
+            return self._set_quarantine(entry, message, state)
+        if isinstance(message, RoundEnd):
+            return await _off_loop(state, partial(self._end_round, entry, message, state))
+        # Checked before mixing into the strategy's memory, which cannot be undone.
+        if (end := state.ends.get(message.task)) is not None:
+            await self.unfetch(entry)
+            self._warn("update already in the journal", message)
+            return Change(entry.id, None, (), state.progress, end=end, blob=message.blob)
+        upload, refusal = self._check(message, state)
+        if refusal:
+            await self.unfetch(entry)
+        else:
+            try:
+                with self.metrics.timed("fetch"):
+                    sent = await self.fetched(entry, upload, state.layout, state.ends)
+            except BlobMissing:
+                # If the update is not awaited, Redis fell back to a state before its admission, so
+                # it may come again; or our successor has processed it.
+                if not await self.ledger.awaits(upload):
+                    self._warn("update no longer expected", upload)
+                    return None
+                refusal = reasons.BLOB_MISSING
+            except BlobDamaged:
+                refusal = reasons.DIGEST
+        if refusal:
+            change = self._refuse(entry, upload, state, refusal)
+        else:
+            change = await _off_loop(state, partial(self._mix_in, entry, upload, sent, state))
+        if change.end is not None and change.end.reason:
+            self._warn("update refused", upload, reason=change.end.reason)
+        return change
+
+    def _warn(self, event: str, upload: Upload, **about: str) -> None:
+        self.context.log.warning(event, task=upload.task, device=upload.device, **about)
+
     # an update
 
-    def check(self, upload: Upload, state: RunState) -> tuple[Upload, str]:
+    def _check(self, upload: Upload, state: RunState) -> tuple[Upload, str]:
         """The upload with the samples that it counts with, and the reason to refuse it unread.
 
         '' for no reason.
         """
-        upload = state.progress.norms.weighable(upload, self.max_samples)
+        upload = weighable(upload, state.progress.norms.samples, self.max_samples)
         if state.is_over:
             return upload, reasons.RUN_FINISHED
         if upload.device in state.quarantines.by_device:
@@ -75,12 +127,12 @@ class Decider:
             return upload, reasons.TOO_OLD
         return upload, refusal_by_metadata(upload, state.strategy, state.progress.state)
 
-    def mix_in(self, entry: Entry, upload: Upload, sent: Payload, state: RunState) -> Change:
+    def _mix_in(self, entry: Entry, upload: Upload, sent: Payload, state: RunState) -> Change:
         """Decode a checked update, check its content, and mix it in.
 
         ``sent``: the update as received, a Model unless it is encoded.
         """
-        spares, timed = self.spares, self.timed
+        spares, timed = self.spares, self.metrics.timed
         update = sent if isinstance(sent, Model) else spares.model(state.layout)
         spare, state = spares.model(state.layout), self._apart(state)
         unused: tuple[Payload, ...] = (update, spare, sent)
@@ -89,7 +141,7 @@ class Decider:
                 with timed("decode"):
                     format_of(upload.format).decode(sent.buffer, update)
             except Undecodable as error:
-                return self.refuse(entry, upload, state, error.reason, used=unused)
+                return self._refuse(entry, upload, state, error.reason, used=unused)
         with timed("check"):
             refusal, counted = refusal_by_content(
                 upload,
@@ -100,12 +152,12 @@ class Decider:
                 norm_factor=self.norm_factor,
             )
         if refusal:
-            return self.refuse(entry, upload, state, refusal, counted, unused)
+            return self._refuse(entry, upload, state, refusal, counted, unused)
         with timed("mix"):
             before = state.progress.with_sizes(counted)
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return self.refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
+            return self._refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
         version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,
@@ -116,7 +168,7 @@ class Decider:
             version=step.after.state.version,
             digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else self.now(),
+            time=version.time if version else self.ledger.now(),
             received=entry.time,
             finished=finish,
             counts=dict(state.besides),
@@ -135,7 +187,7 @@ class Decider:
             used=(before.state.model, *unused),
         )
 
-    def refuse(
+    def _refuse(
         self,
         entry: Entry,
         upload: Upload,
@@ -153,7 +205,7 @@ class Decider:
             reason=reason,
             staleness=max(0, state.version - upload.since),
             version=state.version,
-            time=self.now(),
+            time=self.ledger.now(),
             received=entry.time,
             counts=dict(state.besides),
             sizes=counted,
@@ -163,7 +215,7 @@ class Decider:
 
     # control entries
 
-    def end_round(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
+    def _end_round(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
         """End a round: make a version of the buffered updates, unless it was made already.
 
         A dropped round makes no version; the request is ignored if another round has begun.
@@ -192,7 +244,7 @@ class Decider:
             version=step.after.state.version,
             digest=version.digest if version else None,
             given=version.given if version else None,
-            time=version.time if version else self.now(),
+            time=version.time if version else self.ledger.now(),
             received=entry.time,
             finished=finish,
             counts=dict(state.besides),
@@ -202,7 +254,7 @@ class Decider:
             entry.id, record, (), step.after, version, finish=finish, used=used, given=payload
         )
 
-    def set_quarantine(self, entry: Entry, wanted: SetQuarantine, state: RunState) -> Change:
+    def _set_quarantine(self, entry: Entry, wanted: SetQuarantine, state: RunState) -> Change:
         """Put devices in quarantine or release them; without a record if nothing changes."""
         before, devices = state.progress, state.quarantines.changed(wanted)
         if not devices or state.ends.obeyed(entry.id):
@@ -213,7 +265,7 @@ class Decider:
             release=wanted.release,
             why=wanted.why,
             version=state.version,
-            time=self.now(),
+            time=self.ledger.now(),
             received=entry.time,
             counts=dict(state.besides),
         )
@@ -236,16 +288,16 @@ class Decider:
             return None, None, None
         model, number = step.after.state.model, step.after.state.version
         epoch = self.lease.number
-        with self.timed("digest"):
+        with self.metrics.timed("digest"):
             digest = model.digest_like(state.digest)
-        with self.timed("encode"):
+        with self.metrics.timed("encode"):
             version, payload = version_of(
                 model,
                 self.format,
                 state.strategy.sends,
                 self.spares.room,
                 version=number,
-                time=self.now(),
+                time=self.ledger.now(),
                 epoch=epoch,
                 parent=number - 1,
                 digest=digest,
@@ -256,7 +308,7 @@ class Decider:
         return version, payload, finish
 
 
-def need_of(entry: Entry, message: Upload | RoundEnd | SetQuarantine, state: RunState) -> str:
+def need_of(entry: Entry, message: QueueMessage, state: RunState) -> str:
     """The need that a segment's head must declare before it can record an entry; '' for none."""
     if isinstance(message, Upload):
         return WIRE_FORMATS if message.format != F32.name else ""
@@ -264,6 +316,11 @@ def need_of(entry: Entry, message: Upload | RoundEnd | SetQuarantine, state: Run
         return DROPPED_ROUNDS if message.drops else ""
     changes = state.quarantines.changed(message) and not state.ends.obeyed(entry.id)
     return QUARANTINES if changes else ""
+
+
+async def _off_loop(state: RunState, work: Callable[[], Change]) -> Change:
+    """Run arithmetic on a large model in a thread, on a small one here."""
+    return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()
 
 
 def _as_recorded(upload: Upload) -> Upload:
@@ -303,6 +360,29 @@ def version_of(
 
 
 # the checks of updates
+
+
+def weighable(upload: Upload, newest: Sequence[int], most: int | None) -> Upload:
+    """The upload with the samples that it counts with: all, if its site is trusted.
+
+    An untrusted site's device may claim any number of samples, and some rules weigh its update by
+    them. So an untrusted update counts with at most
+
+        10 * max(1, median)
+
+    samples. The median is of the samples that the newest updates counted with, as if 20 updates of
+    one sample had come before the first. So the first untrusted updates count alike, and later the
+    limit follows at most tenfold once half of the newest updates reached it.
+
+    ``newest``: samples of the newest updates. ``most``: the operator's limit instead.
+    """
+    if upload.handed is None:
+        return upload
+    if most is None:
+        most = _SAMPLES * max(1, median_low((*_AT_FIRST, *newest)[-WINDOW:]))
+    if upload.samples <= most:
+        return upload
+    return upload.model_copy(update={"samples": most, "claimed": upload.samples})
 
 
 def refusal_by_metadata(upload: Upload, rule: Strategy, state: State) -> str:

@@ -19,13 +19,10 @@ from fedstream.core.formats import F32
 from fedstream.core.layout import Layout, Payload
 from fedstream.core.messages import RoundEnd, SetQuarantine, Upload, decode
 from fedstream.updater.buffers import BufferPool
-from fedstream.updater.decider import refusal_by_format
+from fedstream.updater.decider import LARGE, QueueMessage, refusal_by_format
 from fedstream.updater.state import Ends
 
 BATCH = 16  # entries per read; small updates share a journal write
-LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
-
-QueueMessage = Upload | RoundEnd | SetQuarantine
 
 
 def is_small(layout: Layout) -> bool:
@@ -108,9 +105,9 @@ class Intake:
     async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Payload:
         """The update as received: a Model unless it is encoded.
 
-        The upload must have passed :meth:`fedstream.updater.decider.Decider.check`. A small update
-        is fetched together with the next ones in the backlog; a large one was usually prefetched
-        during the previous update's mixing. Raises BlobMissing or BlobDamaged.
+        The upload must have passed the checks of its metadata. A small update is fetched together
+        with the next ones in the backlog; a large one was usually prefetched during the previous
+        update's mixing. Raises BlobMissing or BlobDamaged.
         """
         if is_small(layout):
             if entry.id not in self.arrived:

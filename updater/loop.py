@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 
 from fedstream.broker.client import Client
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.streams import BLOCK_MS, Entry, Look, time_in
-from fedstream.core import reasons
-from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, OutOfMemory
+from fedstream.broker.streams import BLOCK_MS, Look, time_in
+from fedstream.core.errors import BadMessage, OutOfMemory
 from fedstream.core.layout import Payload
-from fedstream.core.messages import RoundEnd, SetQuarantine, Upload
 from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.service import Context
 from fedstream.updater.commit import Commits, PendingCommit, Publisher
 from fedstream.updater.decider import Decider, need_of
-from fedstream.updater.intake import LARGE, Intake, QueueMessage, is_small, together
+from fedstream.updater.intake import Intake, is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
@@ -154,7 +152,7 @@ class Loop:
             if ahead is not None:
                 # Ask first: the question may fail, and the update would be mixed in for nothing.
                 published_digest = await self.ledger.digest(state.version + 1)
-            change = await self._change(entry, message, state)
+            change = await self.decider.change(entry, message, state)
             if ahead is not None and change and not change.remakes(ahead, published_digest):
                 await self._adopt(ahead)
                 return
@@ -165,45 +163,6 @@ class Loop:
                 state.ends.decide(change)
                 state = after
                 finishing = change.finish is not None
-
-    async def _change(self, entry: Entry, message: QueueMessage, state: RunState) -> Change | None:
-        """Decide on an entry on top of ``state``; None for an update that Redis doesn't expect."""
-        decider = self.decider
-        if isinstance(message, SetQuarantine):
-            return decider.set_quarantine(entry, message, state)
-        if isinstance(message, RoundEnd):
-            return await _off_loop(state, partial(decider.end_round, entry, message, state))
-        # Checked before mixing into the strategy's memory, which cannot be undone.
-        if (end := state.ends.get(message.task)) is not None:
-            await self.intake.unfetch(entry)
-            self._warn("update already in the journal", message)
-            return Change(entry.id, None, (), state.progress, end=end, blob=message.blob)
-        upload, refusal = decider.check(message, state)
-        if refusal:
-            await self.intake.unfetch(entry)
-        else:
-            try:
-                with self.metrics.timed("fetch"):
-                    sent = await self.intake.fetched(entry, upload, state.layout, state.ends)
-            except BlobMissing:
-                # If the update is not awaited, Redis fell back to a state before its admission, so
-                # it may come again; or our successor has processed it.
-                if not await self.ledger.awaits(upload):
-                    self._warn("update no longer expected", upload)
-                    return None
-                refusal = reasons.BLOB_MISSING
-            except BlobDamaged:
-                refusal = reasons.DIGEST
-        if refusal:
-            change = decider.refuse(entry, upload, state, refusal)
-        else:
-            change = await _off_loop(state, partial(decider.mix_in, entry, upload, sent, state))
-        if change.end is not None and change.end.reason:
-            self._warn("update refused", upload, reason=change.end.reason)
-        return change
-
-    def _warn(self, event: str, upload: Upload, **about: str) -> None:
-        self.context.log.warning(event, task=upload.task, device=upload.device, **about)
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.
@@ -376,8 +335,3 @@ class Loop:
         self.commits.begin_from(state)
         self.intake.rewind()
         self.metrics.version.set(state.version)
-
-
-async def _off_loop(state: RunState, work: Callable[[], Change]) -> Change:
-    """Run arithmetic on a large model in a thread, on a small one here."""
-    return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()

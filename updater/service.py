@@ -143,10 +143,13 @@ class Updater:
             digests=self._digests,
         )
         decider = Decider(
+            context=context,
+            metrics=metrics,
+            ledger=ledger,
             lease=lease,
+            fetched=intake.fetched,
+            unfetch=intake.unfetch,
             spares=intake.spares,
-            now=ledger.now,
-            timed=metrics.timed,
             max_norm=self._settings.max_norm,
             norm_factor=self._settings.norm_factor,
             max_samples=self._settings.max_samples,

@@ -18,15 +18,6 @@ below 1% of ones then, the model has no scale yet, and ones counts in place of n
 inputs have large statistics, so without a median, buffers may be 1e9 times as large as ones or
 their own norm.
 
-An untrusted site's device may claim any number of samples, and some rules weigh its update by them.
-So an untrusted update counts with at most
-
-    10 * max(1, median)
-
-samples. The median is of the samples that the newest updates counted with, as if 20 updates of one
-sample had come before the first. So the first untrusted updates count alike, and later the limit
-follows at most tenfold once half of the newest updates reached it.
-
 Senders of half of the newest updates can move the median: a few devices are enough, if they answer
 fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
 usual size.
@@ -36,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from statistics import median, median_low
+from statistics import median
 
 from fedstream.core.layout import Floats, Model
 from fedstream.core.messages import Upload
@@ -44,13 +35,11 @@ from fedstream.journal.records import Sizes
 from fedstream.strategies import Strategy
 from fedstream.strategies.mixing import distance, norm
 
-_WINDOW = 101  # newest updates that the median is taken over
+WINDOW = 101  # newest updates that the median is taken over
 _FEWEST = 5  # updates that a median needs
 _FIRST = 20  # updates that may be as large as a vector of `_ONES` ones
 _ONES = 1000
 _SCALE = 0.01  # of a vector of ones: a model with a smaller norm has no scale yet
-_AT_FIRST = (1,) * 20  # samples of updates before the first
-_SAMPLES = 10  # times the median
 _OWN = 1 / 3  # of `factor`, relative to the model's own part
 _BUFFERS, _UNSCALED = 1, 1e9
 
@@ -107,21 +96,8 @@ class Norms:
 
     def grown(self, counted: Sizes) -> Norms:
         """Add one more update's sizes."""
-        return replace(self, last=(*self.last, counted)[-_WINDOW:])
+        return replace(self, last=(*self.last, counted)[-WINDOW:])
 
     def with_samples(self, samples: int) -> Norms:
         """Add one more update's counted samples."""
-        return replace(self, samples=(*self.samples, samples)[-_WINDOW:])
-
-    def weighable(self, upload: Upload, most: int | None) -> Upload:
-        """The upload with its counted samples: all, if its site is trusted.
-
-        ``most``: the operator's limit, instead of the limit by other updates' samples.
-        """
-        if upload.handed is None:
-            return upload
-        if most is None:
-            most = _SAMPLES * max(1, median_low((*_AT_FIRST, *self.samples)[-_WINDOW:]))
-        if upload.samples <= most:
-            return upload
-        return upload.model_copy(update={"samples": most, "claimed": upload.samples})
+        return replace(self, samples=(*self.samples, samples)[-WINDOW:])

@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "a task that is in the journal is done again",
-        "updater/loop.py",
+        "updater/decider.py",
         "state.ends.get(message.task)) is not None:",
         "state.ends.get(message.task)) is not None and False:",
         (Kind.REWIND, Kind.TORN),

@@ -15,7 +15,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State
 from fedstream.strategies.staleness import Constant, Polynomial
-from fedstream.updater.decider import refusal_by_metadata
+from fedstream.updater.decider import refusal_by_metadata, weighable
 from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import records
@@ -107,18 +107,18 @@ def test_claimed_samples_count_as_far_as_is_usual(
     known: tuple[int, ...], most: int | None, counted: int
 ) -> None:
     norms = Norms(samples=known)
-    upload = norms.weighable(claiming(MANY), most)
+    upload = weighable(claiming(MANY), norms.samples, most)
     assert (upload.samples, upload.claimed) == (counted, MANY)
     assert norms.with_samples(counted).samples == (*known, counted)[-101:]
     for fine in (claiming(MANY, handed=None), claiming(counted)):
-        assert norms.weighable(fine, most) == fine
+        assert weighable(fine, norms.samples, most) == fine
 
 
 def counts(claims: Iterable[int]) -> list[int]:
     """The samples that a run's updates count with, all from untrusted sites."""
     norms, found = Norms(), list[int]()
     for claim in claims:
-        found.append(norms.weighable(claiming(claim), None).samples)
+        found.append(weighable(claiming(claim), norms.samples, None).samples)
         norms = norms.with_samples(found[-1])
     return found
 
