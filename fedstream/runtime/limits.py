@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, ip_address
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -51,18 +50,11 @@ class TokenBuckets:
         return max(0.0, level - max(0.0, now - then) * self._per_s)
 
 
-_KINDS = 256  # remembered; the least recently seen is evicted
-
-
-@dataclass
-class _Kind:
-    allowance: float
-    at: float
-    left_out: int = 0
+_KINDS = 256  # remembered kinds of lines
 
 
 class LogLimiter:
-    """A token bucket per kind of line: ``burst`` lines at once, then ``per_s`` a second.
+    """A limit for each kind of line: ``burst`` lines at once, then ``per_s`` a second.
 
     ``clock`` is monotonic, in seconds.
     """
@@ -73,26 +65,20 @@ class LogLimiter:
         per_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._burst = burst
-        self._per_s = per_s
+        self._buckets = TokenBuckets(per_s, at_once=burst, remembered=_KINDS)
         self._clock = clock
-        self._kinds: OrderedDict[object, _Kind] = OrderedDict()
+        self._left_out: dict[Hashable, int] = {}  # dropped lines of each kind, since the last line
 
-    def passes(self, kind: object) -> int | None:
+    def passes(self, kind: Hashable) -> int | None:
         """None to drop this line, else the number of dropped lines of its kind since the last."""
         now = self._clock()
-        known = self._kinds.setdefault(kind, _Kind(self._burst, now))
-        self._kinds.move_to_end(kind)
-        if len(self._kinds) > _KINDS:
-            self._kinds.popitem(last=False)
-        grown = known.allowance + self._per_s * (now - known.at)
-        known.allowance, known.at = min(float(self._burst), grown), now
-        if known.allowance < 1:
-            known.left_out += 1
-            return None
-        known.allowance -= 1
-        left_out, known.left_out = known.left_out, 0
-        return left_out
+        if not self._buckets.wait_s(kind, now):
+            self._buckets.charge(kind, now)
+            return self._left_out.pop(kind, 0)
+        self._left_out[kind] = self._left_out.get(kind, 0) + 1
+        if len(self._left_out) > _KINDS:
+            del self._left_out[next(iter(self._left_out))]
+        return None
 
 
 # Too many connections; too many from one address; too frequent from one address.
