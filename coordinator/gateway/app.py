@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from fedstream.coordinator.gateway import openapi, upload_messages
 from fedstream.coordinator.gateway.device_sessions import NotHeld
-from fedstream.coordinator.gateway.refusals import RETRY_S, Quota, Refusal, body_of
+from fedstream.coordinator.gateway.refusals import RETRY_S, Quota, Refusal, body_of, json_answer
 from fedstream.core.errors import FedstreamError
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
@@ -141,7 +141,7 @@ class GatewayApp:
         device = await self.device_of(request)
         said = await self.said(request, CheckIn)
         request.protocol.keep_alive(True)  # ends aiohttp's timer for connections without a request
-        offer = await self._running().check_ins.answer(
+        offer = await self.running.check_ins.answer(
             device, said, lambda: request.transport is not None
         )
         if offer is not None:
@@ -155,17 +155,17 @@ class GatewayApp:
         task = request.match_info["task"]
         self._heard(device)
         try:
-            held = await self._running().moves.find(task, device)
+            held = await self.running.moves.find(task, device)
         except NotHeld:
             if task in self._sessions:
                 raise  # another device's
             why: Literal["run over", "given up"]
             why = "run over" if self._run_cache.is_over else "given up"
-            return _json(Advice(go_on=False, why=why))
-        advice, why_over = await self._running().tasks.advise(held, said.attempt)
+            return json_answer(Advice(go_on=False, why=why))
+        advice, why_over = await self.running.tasks.advise(held, said.attempt)
         if why_over is not None:
-            await self._running().tasks.give_up(held, why_over)
-        return _json(advice)
+            await self.running.tasks.give_up(held, why_over)
+        return json_answer(advice)
 
     async def _give_up(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
@@ -173,21 +173,21 @@ class GatewayApp:
         task = request.match_info["task"]
         self._heard(device)
         try:
-            held = await self._running().moves.find(task, device)
+            held = await self.running.moves.find(task, device)
         except NotHeld:
             if task in self._sessions:
                 raise  # another device's
         else:
             if said.attempt == held.attempt:
-                await self._running().tasks.give_up(held, said.reason)
-        return _json(Nothing())
+                await self.running.tasks.give_up(held, said.reason)
+        return json_answer(Nothing())
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
         self._heard(device)
-        if self._is_stopping() and request.method in ("POST", "PATCH"):
+        if self.is_stopping and request.method in ("POST", "PATCH"):
             raise self._not_yet()
-        return await self._running().uploads.answer(request, device)
+        return await self.running.uploads.answer(request, device)
 
     # the rest
 
@@ -206,7 +206,7 @@ class GatewayApp:
         self._heard(device)
         response, saved = await self._models.get_changes(request, device)
         self._heard(device)
-        self._running().metrics.saved_bytes.inc(saved)
+        self.running.metrics.saved_bytes.inc(saved)
         return response
 
     async def _document(self, _request: web.Request) -> web.StreamResponse:
@@ -258,8 +258,7 @@ class GatewayApp:
             case FedstreamError(retriable=True):
                 return self._not_yet()
             case FedstreamError():
-                if self._opened is not None:
-                    self._opened.context.log.error("request failed", path=path, exc_info=error)
+                self.log_failure(path, error)
                 return Refusal(500, "internal", "internal error: see the gateway's log")
             case _:
                 return None
@@ -285,12 +284,21 @@ class GatewayApp:
             peer = forwarded.split(",")[-self._settings.proxies :][0].strip()
         return network_of(peer)
 
-    def _running(self) -> Opened:
+    def log_failure(self, path: str, error: Exception) -> None:
+        """Log an unexpected error of a request."""
+        if self._opened is not None:
+            self._opened.context.log.error("request failed", path=path, exc_info=error)
+
+    @property
+    def running(self) -> Opened:
+        """The parts of the running gateway. Raises Refusal (503) before :meth:`open`."""
         if self._opened is None:
             raise self._not_yet()
         return self._opened
 
-    def _is_stopping(self) -> bool:
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the gateway takes no new work: it is starting or stopping."""
         return self._opened is None or self._opened.context.stop.is_set()
 
     def _not_yet(self) -> Refusal:
@@ -300,7 +308,3 @@ class GatewayApp:
 
 
 _UNREAD = (408, 413)
-
-
-def _json(message: Body) -> web.Response:
-    return web.Response(body=message.encode(), content_type=headers.CONTENT_TYPE)

@@ -23,7 +23,7 @@ from aiohttp import hdrs, web
 from yarl import URL
 
 from fedstream.coordinator.gateway.attestation import Newcomer, NotAttested
-from fedstream.coordinator.gateway.refusals import Quota, Refusal, body_of
+from fedstream.coordinator.gateway.refusals import Quota, Refusal, body_of, json_answer
 from fedstream.coordinator.gateway.registry import Registry
 from fedstream.core.digest import digest_of
 from fedstream.protocol import headers
@@ -32,7 +32,6 @@ from fedstream.protocol.messages import (
     ENROL_ROUTE,
     TOKEN_ROUTE,
     Access,
-    Body,
     Enrolled,
     Enrolment,
     Nothing,
@@ -119,6 +118,8 @@ _LOG = logging.getLogger("fedstream.gateway")
 _DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
 _REMEMBERED = 50_000  # cached tokens; the oldest are dropped
 _SIGNED = ("Content-Digest", "Signature-Input", "Signature")
+
+_UNSTORED: Final[dict[str, str]] = {hdrs.CACHE_CONTROL: "no-store"}
 
 _DOUBTS: dict[Doubt, RefusalReason] = {
     "missing": "attestation missing",
@@ -254,7 +255,7 @@ class Auth:
         match verdict:
             case "enrolled" | "again":
                 status = 201 if verdict == "enrolled" else 200
-                return _json(Enrolled(device=device, run=self._run), status)
+                return json_answer(Enrolled(device=device, run=self._run), status, _UNSTORED)
             case "revoked":
                 raise _revoked(403)
             case "replayed":
@@ -304,7 +305,7 @@ class Auth:
             "key": _thumbprint(registration),
         }
         made = jwt.encode(claims, await self._registry.secret(), ALGORITHM)
-        return _json(Access(token=made, expires_in=TOKEN_S))
+        return json_answer(Access(token=made, expires_in=TOKEN_S), headers=_UNSTORED)
 
     async def _signed(self, request: web.Request, path: str) -> tuple[Signature, bytes]:
         """Read a request's signature, without verifying it, and its body. Raises Refusal."""
@@ -376,12 +377,3 @@ def _revoked(status: int) -> Refusal:
 
 def _replayed() -> Refusal:
     return Refusal(401, "nonce", "this nonce was used: sign every request anew")
-
-
-def _json(message: Body, status: int = 200) -> web.Response:
-    return web.Response(
-        body=message.encode(),
-        status=status,
-        content_type=headers.CONTENT_TYPE,
-        headers={hdrs.CACHE_CONTROL: "no-store"},
-    )

@@ -13,7 +13,7 @@ from cryptography import x509
 
 from fedstream.core.errors import ConfigError
 from fedstream.runtime import logging
-from fedstream.runtime.tls import RenewedFiles
+from fedstream.runtime.tls import Certificate, RenewedFiles
 
 if TYPE_CHECKING:
     import ssl
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.runtime.tls import CurrentTls
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The parts of a certificate that devices check. Times are in seconds since 1970."""
-
-    # Hosts in lower case, and addresses, of the extension subjectAltName.
-    names: tuple[str, ...]
-    begins: float
-    ends: float
 
 
 def certificate_in(pem: bytes) -> Certificate:

@@ -1,17 +1,17 @@
-"""Refusals of a gateway and their closed set of reasons; request bodies and quotas."""
+"""Refusals of a gateway and their closed set of reasons; bodies and quotas of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Final, Literal, TypeAlias, get_args
 
 from aiohttp import web
 
 from fedstream.core.errors import FedstreamError
 from fedstream.protocol.headers import CONTENT_TYPE
-from fedstream.protocol.messages import BODY, Problem
+from fedstream.protocol.messages import BODY, Body, Problem
 from fedstream.runtime.limits import TokenBuckets
 
 RefusalReason: TypeAlias = Literal[
@@ -108,6 +108,15 @@ async def body_of(request: web.Request, *, within_s: float, most: int = BODY) ->
 
 def _too_large(most: int) -> Refusal:
     return Refusal(413, "too large", f"a body may have {most} bytes here")
+
+
+def json_answer(
+    message: Body, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """Answer with a message of the protocol."""
+    return web.Response(
+        body=message.encode(), status=status, content_type=CONTENT_TYPE, headers=headers
+    )
 
 
 _REMEMBERED = 100_000  # devices, or addresses

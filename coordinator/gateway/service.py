@@ -115,13 +115,14 @@ class Gateway:
             ) from error
         return FleetRoutes(
             self.replica,
+            self._app,
             FlowerApp.read(str(self._settings.flower_app)),
             Roster.read(str(self._settings.flower_keys)),
         )
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The routes for devices, and the routes for supernodes if configured."""
-        fleet = self._fleet.routes(self._app.answering, self._app.charge) if self._fleet else ()
+        fleet = self._fleet.routes() if self._fleet else ()
         return [*fleet, *self._app.routes(*self._auth.routes())]
 
     async def run(self, context: Context) -> None:
@@ -163,10 +164,7 @@ class Gateway:
                 return
             uploads = Uploads(self.replica, tasks, moves, metrics, self._auth.revoked)
             check_ins = CheckIns(self.replica, self._models, tasks, metrics, context)
-            opened = Opened(context, check_ins, tasks, moves, uploads, metrics)
-            self._app.open(opened)
-            if self._fleet:
-                self._fleet.open(opened)
+            self._app.open(Opened(context, check_ins, tasks, moves, uploads, metrics))
             within_s = max(30.0, self.replica.lease.seconds)
             with short_pauses():
                 async with asyncio.TaskGroup() as group:

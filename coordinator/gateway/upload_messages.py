@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 from aiohttp import HttpVersion11, hdrs, web
 
 from fedstream.broker.blobs import CHUNK
-from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.refusals import Refusal, json_answer
 from fedstream.coordinator.gateway.upload_state import EXPIRE_S
 from fedstream.protocol import headers
 from fedstream.protocol.messages import BadBody, Receipt, UpdateReport, WrongOffset
@@ -270,12 +270,7 @@ def receipt(said: Receipt) -> web.Response:
     about = {headers.COMPLETE: headers.as_boolean(True), hdrs.CACHE_CONTROL: "no-store"}
     if said.state == "received":
         about[hdrs.RETRY_AFTER] = str(random.randint(*_ASK_AGAIN_S))
-    return web.Response(
-        status=_STATUS[said.state],
-        body=said.encode(),
-        headers=about,
-        content_type=headers.CONTENT_TYPE,
-    )
+    return json_answer(said, _STATUS[said.state], about)
 
 
 def limits(most: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from fedstream.broker.client import Client, RedisSettings, shown_certificate
 from fedstream.core.errors import BrokerError, distrust
 from fedstream.doctor.findings import Finding, not_checked, ok, problem, warning
+from fedstream.runtime.tls import Certificate
 
 if TYPE_CHECKING:
     from fedstream.broker.discovery import Address
@@ -25,15 +26,6 @@ _REPLACE = (
     "issue it again, and replace it where Redis and the Sentinels read it (on Kubernetes the "
     "Secret fedstream-redis-tls)"
 )
-
-
-@dataclass(frozen=True)
-class ShownCertificate:
-    """A server's certificate. Times are in seconds since 1970."""
-
-    names: tuple[str, ...]  # hosts and addresses (subjectAltName)
-    begins: float
-    ends: float
 
 
 def is_idle_star(name: str) -> bool:
@@ -95,7 +87,7 @@ async def examine(settings: RedisSettings, *, now: float) -> list[Finding]:
 class _Look:
     """The result of a connection to one server."""
 
-    shown: ShownCertificate | None = None
+    shown: Certificate | None = None
     wrong: str = ""  # why services would not trust it, by OpenSSL
     is_anothers: bool = False  # whether that is because of its names
     away: str = ""  # why there was no connection
@@ -132,12 +124,12 @@ async def _look(client: Client, place: Address, within_s: float) -> _Look:
         return _Look(away=str(error.strerror or error))
 
 
-async def _greeted(place: Address, context: ssl.SSLContext) -> ShownCertificate | None:
+async def _greeted(place: Address, context: ssl.SSLContext) -> Certificate | None:
     """Read a server's certificate; None if the context verifies none. Raises OSError."""
     found = await shown_certificate(place, context)
     if not found:
         return None
-    return ShownCertificate(
+    return Certificate(
         tuple(name for _, name in found.get("subjectAltName", ())),
         ssl.cert_time_to_seconds(found["notBefore"]),
         ssl.cert_time_to_seconds(found["notAfter"]),

@@ -94,6 +94,15 @@ class RenewedFiles(Generic[T]):
         return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """The parts of a server's certificate that clients check. Times are in seconds since 1970."""
+
+    names: tuple[str, ...]  # hosts and addresses (subjectAltName)
+    begins: float
+    ends: float
+
+
 @dataclass
 class CurrentTls:
     """The TLS context of new connections; open connections keep theirs."""

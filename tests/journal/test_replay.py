@@ -273,7 +273,7 @@ def replayed_update(folder: Path, version: int) -> Model:
     [
         (FedAsyncSettings(), 0, "the checkpoint's model"),
         (FedBuffSettings(buffer_size=3), 1, "the checkpoint's memory"),
-        (AfaCsSettings(devices=10), 2, "the device's vector"),
+        (AfaCsSettings(devices=10), 2, "a vector"),
     ],
 )
 def test_altered_checkpoint_of_a_later_segment_is_found(

@@ -36,7 +36,7 @@ from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
-    from fedstream.coordinator.gateway.app import Opened
+    from fedstream.coordinator.gateway.app import GatewayApp, Opened
     from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.coordinator.gateway.replica import Replica
 
@@ -62,15 +62,18 @@ FleetCall = Callable[[int, Any], Awaitable[Any]]
 
 
 class FleetRoutes:
-    """The routes. Before :meth:`open` they answer 503."""
+    """The routes. Before the gateway runs they answer 503."""
 
-    def __init__(self, replica: Replica, app: FlowerApp, roster: Roster) -> None:
+    def __init__(
+        self, replica: Replica, gateway: GatewayApp, app: FlowerApp, roster: Roster
+    ) -> None:
         self._settings = replica.settings
         self._sessions = replica.sessions
         self._run_cache = replica.run_cache
         self._client = replica.client
         self._keys = replica.keys
         self._ledger = replica.ledger
+        self._gateway = gateway
         self._app = app
         self._roster = roster
         self._node_tasks = NodeTasks(replica.settings.model_bytes)
@@ -79,18 +82,9 @@ class FleetRoutes:
         self._greetings = LogLimiter(burst=3, per_s=1 / 60)  # log lines per device
         self._sending = Counter[int]()  # device -> requests with long bodies
         self._locks: dict[int, asyncio.Lock] = {}  # by device, while it has requests
-        self._opened: Opened | None = None
 
-    def open(self, opened: Opened) -> None:
-        """Start serving supernodes."""
-        self._opened = opened
-
-    def routes(
-        self, answering: Callable[[Handler], Handler], charge: Callable[[int], None]
-    ) -> Sequence[web.RouteDef]:
-        """All routes. ``answering``: turns errors into answers. ``charge``: charges a request to a
-        device, and raises Refusal above the limit.
-        """
+    def routes(self) -> Sequence[web.RouteDef]:
+        """All routes."""
         calls: tuple[tuple[str, str, FleetCall, int], ...] = (
             ("register-node", "RegisterNodeRequest", self._activate, _SMALL),
             ("activate-node", "ActivateNodeRequest", self._activate, _SMALL),
@@ -105,10 +99,10 @@ class FleetRoutes:
             ("push-messages", "PushMessagesRequest", self._push_messages, _TREE),
             ("push-object", "PushObjectRequest", self._push_object, CHUNK + _TREE),
         )
+        answering = self._gateway.answering
         return [
             web.post(
-                _PATH + path,
-                self._understood(answering(partial(self._answer, kind, answer, most, charge))),
+                _PATH + path, self._understood(answering(partial(self._answer, kind, answer, most)))
             )
             for path, kind, answer, most in calls
         ]
@@ -121,9 +115,8 @@ class FleetRoutes:
                 response = await handler(request)
             except ConnectionError:
                 raise  # the supernode has disconnected
-            except Exception:
-                if self._opened is not None:
-                    self._opened.context.log.exception("request failed", path=request.path)
+            except Exception as error:
+                self._gateway.log_failure(request.path, error)
                 response = web.Response(status=503)
             if response.status not in _UNDERSTOOD:
                 response.set_status(503)
@@ -138,10 +131,9 @@ class FleetRoutes:
         kind: str,
         answer: FleetCall,
         most: int,
-        charge: Callable[[int], None],
         request: web.Request,
     ) -> web.StreamResponse:
-        if self._opened is None or self._opened.context.stop.is_set():
+        if self._gateway.is_stopping:
             raise self._later("the gateway is starting or stopping")
         device, pem = self._roster.device_of(request.headers, self._ledger.now())
         _, is_revoked = await self._ledger.registration(device)
@@ -151,7 +143,7 @@ class FleetRoutes:
         if kind in _OF_OBJECTS and node_task is not None and node_task.expected > 0:
             node_task.expected -= 1  # expected requests are free of charge
         else:
-            charge(device)
+            self._gateway.charge(device)
         if most <= _SMALL:
             body = await body_of(request, within_s=self._settings.body_s, most=most)
         else:
@@ -476,9 +468,7 @@ class FleetRoutes:
 
     @property
     def _running(self) -> Opened:
-        if self._opened is None:
-            raise self._later("the gateway is starting")
-        return self._opened
+        return self._gateway.running
 
     def _later(self, why: str) -> Refusal:
         return Refusal(503, "unavailable", f"{why}: try again later", retry_after_s=RETRY_S)

@@ -257,8 +257,7 @@ async def test_move_that_is_told_while_another_is_on_its_way_counts(
 ) -> None:
     """The order of the stream decides, also for who hears of it before it has its own place."""
     async with two(hand, redis) as (one, other):
-        moves = one.gateway._app._opened
-        assert moves is not None
+        moves = one.gateway._app.running
         ledger, told = moves.moves._ledger, asyncio.Event()
         move = ledger.move
 

@@ -242,8 +242,7 @@ async def test_a_lost_lease_costs_an_update_only_once_its_task_has_ended(
                 await ends(hand, "given_up", "dropped out")
         else:
             await hand.client.call("XACK", held.stream, TRAINERS, held.entry.id)
-        opened = at.gateway._app._opened
-        assert opened is not None
+        opened = at.gateway._app.running
         await opened.tasks.renew()
         assert held.task.task not in at.gateway.replica.sessions
         assert len(await kept_of(hand)) == (0 if is_decided else 2)
