@@ -296,7 +296,7 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
     return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
 
 
-_SHOWN = 20  # wrong keys in an error, as each needs a look-up
+_MOST_WRONG = 20  # wrong keys in an error, as each needs a look-up
 
 # Validation, by way of JSON: from JSON, pydantic's strict mode accepts a list for a tuple and a
 # string for a path; from Python values it does not.
@@ -314,7 +314,7 @@ def _validate(schema: type[M], tree: _Tree, at: Sequence[str] = ()) -> M:
         left: set[str] = set()
         for item in wrong:  # the alternatives of a union each complain about the same key
             given = item.given()
-            if given in lines or len(lines) < _SHOWN:
+            if given in lines or len(lines) < _MOST_WRONG:
                 lines.setdefault(given, []).append(item.expected())
             else:
                 left.add(given)

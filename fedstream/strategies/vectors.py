@@ -114,7 +114,6 @@ class DeviceVectors:
             return list(on_disk(size).view(np.float32).reshape(rows, floats))
         except OSError as error:
             raise FedstreamError(
-                f"no room for the vectors of {rows} more devices, {size} bytes: {error.strerror}: "
-                "set "
-                "TMPDIR to a folder with enough space"
+                f"no room for {rows} more vectors, {size} bytes: {error.strerror}: set TMPDIR to a "
+                "folder with enough space"
             ) from error

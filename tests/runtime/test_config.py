@@ -216,6 +216,10 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
             "retry.zzz = 1 (from --set): unknown key; allowed here: first, most",
         ),
         (("run.seed='1'",), 'run.seed = "1" (from --set): must be a valid integer'),
+        (
+            (f"run.seed='{'1' * 90}'",),
+            f'run.seed = "{"1" * 79} (from --set): must be a valid integer',
+        ),
         (("retry.most=inf",), "retry.most = Infinity (from --set): must be a finite number"),
         (
             ("run.port=some",),
