@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,7 +89,17 @@ async def run_device(
             learner = await asyncio.get_running_loop().run_in_executor(thread, _loaded, options)
             async with connection:
                 gateway = await _enrolled(connection, key, folder, options, say)
-                worker = _worker(gateway, folder, learner, thread, options, say, show)
+                worker = DeviceWorker(
+                    gateway,
+                    folder,
+                    LocalTraining(learner, options.solvers, thread, folder, save_s=options.save_s),
+                    learner.layout,
+                    run_devices=options.run_devices or learner.task.run_devices,
+                    devices=options.devices,
+                    say=say,
+                    show=show,
+                    once=options.once,
+                )
                 await worker.work()
     except RunOver as over:
         say(str(over))
@@ -141,26 +151,3 @@ async def _enrolled(
     folder.enrolled(Identity(enrolled.device, enrolled.run, url, pem))
     say(f"enrolled as device {enrolled.device} of run {enrolled.run}")
     return gateway
-
-
-def _worker(
-    gateway: OwnGateway,
-    folder: DeviceFolder,
-    learner: Learner,
-    thread: Executor,
-    options: DeviceOptions,
-    say: Callable[[str], None],
-    show: Callable[[str], None],
-) -> DeviceWorker:
-    training = LocalTraining(learner, options.solvers, thread, folder, save_s=options.save_s)
-    return DeviceWorker(
-        gateway,
-        folder,
-        training,
-        learner.layout,
-        run_devices=options.run_devices or learner.task.run_devices,
-        devices=options.devices,
-        say=say,
-        show=show,
-        once=options.once,
-    )
