@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.coordinator import sweep
-from fedstream.coordinator.gateway import service, upload_state
+from fedstream.coordinator.gateway import registry, service, upload_state
 from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.settings import GatewaySettings
 from tests.coordinator.gateway.phones import (
@@ -100,3 +100,9 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways that don't wait long for a decision."""
     monkeypatch.setattr(upload_state, "WAIT_S", 0.2)
+
+
+@pytest.fixture
+def alert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways that notice a revocation sooner than after two seconds."""
+    monkeypatch.setattr(registry, "LOOK_S", 0.2)

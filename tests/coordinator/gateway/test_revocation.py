@@ -7,6 +7,7 @@ import secrets
 from typing import Any
 
 import aiohttp
+import pytest
 from yarl import URL
 
 from fedstream.broker.blobs import CHUNK
@@ -19,6 +20,8 @@ from tests.coordinator.gateway.phones import Phone, invite, said
 from tests.coordinator.gateway.places import SITE, coordinating, ends, joined, owned_by, serving
 from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene
 from tests.support import Hand, wait_until
+
+pytestmark = pytest.mark.usefixtures("alert")
 
 
 async def test_its_task_ends_and_its_tokens_too(redis: RedisSettings, hand: Hand) -> None:

@@ -16,6 +16,7 @@ from tests.coordinator.gateway.uploading import DEVICE, SEVERAL, Scene, Sending,
 from tests.support import Clock, wait_until
 
 
+@pytest.mark.usefixtures("alert")
 async def test_revoked_device_is_refused_where_only_its_note_is_known(
     make: Any, scene: Scene
 ) -> None:
