@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.formats import F32, fed_back
 from fedstream.core.layout import Payload
 from fedstream.trainer import vector
+from fedstream.trainer.compression import Compression, compress
 from fedstream.trainer.data import Processor, check, placed, size_of
-from fedstream.trainer.solvers import Compression, Trained, compress
+from fedstream.trainer.solvers import Trained
 from fedstream.trainer.task import untrained
 
 if TYPE_CHECKING:
@@ -133,5 +135,6 @@ class Learner:
     def _loaded(self, device: int) -> Dataset[Any]:
         """The data of a device. Raises DataError if empty, and the task's errors."""
         data = self.task.device_data(device)
-        size_of(data, device)
+        if not isinstance(data, IterableDataset):
+            size_of(data, device)
         return placed(data, self._place)

@@ -28,8 +28,8 @@ from fedstream.terminal import line
 from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
 from fedstream.trainer.evaluator import has_device_tests
 from fedstream.trainer.goals import is_over_devices
-from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, solver_for_device
-from fedstream.trainer.task import Task, measured, untrained
+from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
+from fedstream.trainer.task import Task, measured, solver_for_device, untrained
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
-from fedstream.trainer.descent import Minibatches
-from fedstream.trainer.solvers import Sgd, pass_sizes
+from fedstream.trainer.batches import Minibatches, pass_sizes
+from fedstream.trainer.solvers import Sgd
 from fedstream.trainer.task import Task, measured
 
 
