@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fedstream.core.errors import BadMessage, DataError
 
@@ -156,8 +156,8 @@ class Batches(Protocol):
 def batches_of(
     task: Collating, data: Dataset[Any], samples: int, solver: SolverSettings, seed: int
 ) -> Batches:
-    """The batches of one task. ``samples``: 0 for a stream (``IterableDataset``)."""
-    if isinstance(data, IterableDataset):
+    """The batches of one task. ``samples``: 0 of a stream (``IterableDataset``)."""
+    if not samples:
         return LoadedBatches(_stream(task, data, solver, seed), 0)
     order = None
     if task.sampler(data, torch.Generator()) is not None:

@@ -117,8 +117,17 @@ def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
 
 
 def size_of(data: Dataset[Any], device: int) -> int:
-    """The number of samples. Raises DataError if there are none, or the data has no length."""
-    size = length_of(data, f"device {device}: device_data()", "a map-style data set")
+    """The number of samples; 0 of a stream (``IterableDataset``), which has no length.
+
+    Raises DataError if other data has no samples or no length.
+    """
+    from torch.utils.data import IterableDataset
+
+    if isinstance(data, IterableDataset):
+        return 0
+    size = length_of(
+        data, f"device {device}: device_data()", "a map-style data set or an IterableDataset"
+    )
     if size == 0:
         raise DataError(f"device {device} has no data: its data set is empty")
     return size

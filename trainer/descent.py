@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import IterableDataset
 
 from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Floats, Model
@@ -25,6 +25,7 @@ from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.utils.data import Dataset
@@ -122,13 +123,12 @@ class _Descent:
         solver = work.solver
         self._task, self._work, self._solver = task, work, solver
         self._model, self._trained = model, trained
-        is_stream = isinstance(data, IterableDataset)
-        if is_stream and (work.epochs or not solver.batch_size):
+        samples = size_of(data, work.device)
+        if not samples and (work.epochs or not solver.batch_size):
             wrong = "epochs" if work.epochs else "batch_size = 0"
             raise ConfigError(
                 f"an IterableDataset has no length: {wrong} needs a map-style data set"
             )
-        samples = 0 if is_stream else size_of(data, work.device)
         self._batches = batches_of(task, data, samples, solver, work.seed)
         steps = work.steps
         if work.epochs:
@@ -148,9 +148,9 @@ class _Descent:
         self._step, self._began_s = 0, time.monotonic()
         where = trained[0].device
         self._loss = torch.zeros((), dtype=torch.float64, device=where)
-        self._autocast = torch.autocast(
-            where.type, torch.bfloat16, enabled=solver.precision == "bf16"
-        )
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        if solver.precision == "bf16":
+            self._autocast = torch.autocast(where.type, torch.bfloat16)
         self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
         starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
         self._start = [x_tau for x, x_tau in starts if x.requires_grad]
@@ -178,8 +178,7 @@ class _Descent:
     def step(self) -> None:
         """x <- x - gamma g."""
         accumulate = self._solver.accumulate
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
+        self._forget_gradients()
         for _ in range(accumulate):
             batch = self._batches.next()
             with self._autocast:
@@ -271,7 +270,7 @@ class _Descent:
         return time.monotonic() - self._began_s
 
     def _forget_gradients(self) -> None:
-        """Free the gradients, which take as much memory as the model until the next task."""
+        """As ``zero_grad`` of the optimizers, without their hooks; they take a model's memory."""
         for x in self._trained:
             x.grad = None
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.formats import F32, fed_back
@@ -135,6 +134,5 @@ class Learner:
     def _loaded(self, device: int) -> Dataset[Any]:
         """The data of a device. Raises DataError if empty, and the task's errors."""
         data = self.task.device_data(device)
-        if not isinstance(data, IterableDataset):
-            size_of(data, device)
+        size_of(data, device)
         return placed(data, self._place)

@@ -213,7 +213,7 @@ def _trained(
     data = placed(task.device_data(device), place)
     samples, length, few = size_of(data, device), Length(steps=1), data
     by_steps = (Task.train, Task.descend, Solver.train)
-    if (type(task).train, type(task).descend, type(solver).train) != by_steps:
+    if samples and (type(task).train, type(task).descend, type(solver).train) != by_steps:
         length, few = _shortest(settings), _first(data, solver.batch_size or samples)
     until = time.monotonic() + _TRY_S
     work = Work(

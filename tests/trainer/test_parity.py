@@ -360,11 +360,10 @@ def test_same_bits_as_a_plain_loop(kind: str) -> None:
             assert all(map(torch.equal, found, expected)), name
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_same_bits_of_a_compiled_model(backend: str) -> None:
+def test_same_bits_of_a_compiled_model() -> None:
     class Compiled(Kind):
         def model(self) -> nn.Module:
-            compiled = torch.compile(super().model(), backend=backend)
+            compiled = torch.compile(super().model(), backend="aot_eager")
             assert isinstance(compiled, nn.Module)
             return compiled
 
@@ -414,6 +413,7 @@ def test_same_bits_with_all_options() -> None:
     model = task.model().train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     first = dict(model.first.named_parameters())
     rest = [x for name, x in model.named_parameters() if not name.startswith("first.")]
+    groups: list[dict[str, Any]]
     groups = [{"params": first.values(), "lr": 0.001, "weight_decay": 0.5}, {"params": rest}]
     optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.99))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
@@ -425,7 +425,7 @@ def test_same_bits_with_all_options() -> None:
             x, y = task.data[batch]
             with torch.autocast("cpu", torch.bfloat16):
                 loss = cross_entropy(model(x), y) / 2
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         rates.append(optimizer.param_groups[1]["lr"])
         optimizer.step()
