@@ -30,6 +30,7 @@ from benchmarks.results import conditions, keep
 from experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import SimulationResult, simulate
+from fedstream.trainer.data import has_bfloat16
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task
 
@@ -95,11 +96,6 @@ def flops(task: Task, batch_size: int) -> float:
     return float(counter.get_total_flops()) * samples / batch_size
 
 
-def has_bfloat16() -> bool:
-    """Whether the processor has bfloat16 instructions."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
-
-
 def peak() -> float:
     """Floating-point operations per second in a large float32 matrix product."""
     a, seconds = torch.randn(2048, 2048), []
@@ -140,7 +136,7 @@ def compared(runs: int, threads: int) -> dict[str, dict[str, Any]]:
         "CNN, float32": (CNN, (), 2, 2),
         "CNN, bfloat16": (CNN, ("simulation.precision=bfloat16",), 2, 2),
     }
-    if not has_bfloat16():  # emulated, it takes ten times as long
+    if not has_bfloat16("cpu"):  # emulated, it takes ten times as long
         del cases["CNN, bfloat16"]
     tasks: dict[str, Task] = {}
     found = {}
@@ -195,7 +191,7 @@ def table_2(threads: int) -> dict[str, Any]:
 def accuracy(threads: int, versions: int) -> dict[str, float]:
     """Accuracy of FedAsync's CNN after ``versions`` versions, by precision."""
     found = {}
-    for precision in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
+    for precision in ("float32", "bfloat16") if has_bfloat16("cpu") else ("float32",):
         settings = read(
             None,
             [
@@ -246,7 +242,7 @@ def main() -> None:
     cost = (
         f"- FedAsync's CNN after {wanted.versions} versions: accuracy "
         + ", ".join(f"{value:.4f} in {name}" for name, value in costs.items())
-        + ("" if has_bfloat16() else "; bfloat16 not measured: this processor has none")
+        + ("" if has_bfloat16("cpu") else "; bfloat16 not measured: this processor has none")
     )
     text = "\n".join(
         [

@@ -31,7 +31,8 @@ from fedstream.runtime.backoff import pause
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.saved_work import SavedWork
-from fedstream.trainer.solvers import Cancelled, Solvers, Work, solver_for_device
+from fedstream.trainer.solvers import Cancelled, Solvers, Work
+from fedstream.trainer.task import solver_for_device
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:

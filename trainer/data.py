@@ -6,17 +6,19 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
+import msgpack
 import numpy as np
 from pydantic import Field
 
-from fedstream.core.errors import ConfigError, DataError
+from fedstream.core.errors import BadMessage, ConfigError, DataError
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.data import Dataset
 
 Processor: TypeAlias = Literal["cpu", "cuda"]
@@ -34,6 +36,15 @@ def check(key: str, place: Processor) -> None:
             f"{key} = 'cuda': torch finds no CUDA device here; use 'cpu', or install torch with "
             "CUDA"
         )
+
+
+def has_bfloat16(place: Processor) -> bool:
+    """Whether a processor computes in bfloat16 by its own instructions (AVX-512, AMX; a GPU)."""
+    import torch
+
+    # Private, but torch is pinned to one release.
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+    return place == "cuda" or supported
 
 
 def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
@@ -74,9 +85,58 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
+def random_states(where: torch.device) -> tuple[bytes, ...]:
+    """The states of the global generators: Python's, numpy's, torch's, and that of a GPU."""
+    import torch
+
+    version, words, gauss = random.getstate()
+    _, numbers, at, has_gauss, other = np.random.get_state(legacy=True)
+    states = [
+        msgpack.packb((version, np.array(words, "<u4").tobytes(), gauss)),
+        msgpack.packb((np.array(numbers, "<u4").tobytes(), at, has_gauss, other)),
+        torch.get_rng_state().numpy().tobytes(),
+    ]
+    if where.type == "cuda":
+        states.append(torch.cuda.get_rng_state(where).numpy().tobytes())
+    return tuple(states)
+
+
+def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
+    """Restore :func:`random_states`. Raises BadMessage if another release made them."""
+    import torch
+
+    try:
+        python, numpy, *torchs = states
+        version, words, gauss = msgpack.unpackb(python)
+        random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), gauss))
+        numbers, at, has_gauss, other = msgpack.unpackb(numpy)
+        keys = np.frombuffer(numbers, "<u4")
+        np.random.set_state(("MT19937", keys, at, has_gauss, other))
+        setters: list[Callable[[torch.Tensor], None]] = [
+            torch.set_rng_state,
+            partial(torch.cuda.set_rng_state, device=where),
+        ]
+        # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
+        for put, state in zip(setters, torchs, strict=False):
+            put(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, ValueError, TypeError, msgpack.UnpackException) as error:
+        raise BadMessage(
+            f"the random generators' states do not fit this version of torch: {error}"
+        ) from error
+
+
 def size_of(data: Dataset[Any], device: int) -> int:
-    """The number of samples. Raises DataError if there are none, or the data has no length."""
-    size = length_of(data, f"device {device}: device_data()", "a map-style data set")
+    """The number of samples; 0 of a stream (``IterableDataset``), which has no length.
+
+    Raises DataError if other data has no samples or no length.
+    """
+    from torch.utils.data import IterableDataset
+
+    if isinstance(data, IterableDataset):
+        return 0
+    size = length_of(
+        data, f"device {device}: device_data()", "a map-style data set or an IterableDataset"
+    )
     if size == 0:
         raise DataError(f"device {device} has no data: its data set is empty")
     return size

@@ -6,32 +6,26 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
-from fedstream.core.errors import BadMessage, ConfigError, DataError, LayoutMismatch
+from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Floats, Model
-from fedstream.trainer.data import size_of
-from fedstream.trainer.solvers import (
-    SOLVERS,
-    Cancelled,
-    Iterate,
-    Solver,
-    SolverSettings,
-    Trained,
-    Work,
-    is_drawn,
-    minibatches_in,
-    pass_sizes,
-)
+from fedstream.trainer import optimizer_state
+from fedstream.trainer.batches import batches_of
+from fedstream.trainer.data import random_states, restore_random_states, seeded, size_of
+from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained, Work
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.utils.data import Dataset
@@ -47,40 +41,41 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
                                   + rho (x - x_tau)                     proximal, option II
                                   + c - c_i                             SCAFFOLD
 
-    on the trainable parameters. ``epochs`` passes take the steps of their minibatches; a
-    time budget takes as many steps as fit. The gradient is clipped first, then weight decay is
-    added, then the solver's own term (``direction``); momentum accumulates the sum. SCAFFOLD ends
-    with
+    on the trainable parameters, or by the steps of another optimizer of ``torch.optim``.
+    ``epochs`` passes take the steps of their minibatches; a time budget takes as many steps as
+    fit. The gradient is clipped first, then changed by the solver (``direction``), then the
+    optimizer adds weight decay and momentum. Without one of these, the bits are those of a plain
+    loop of ``loss.backward()`` and ``optimizer.step()`` over the same batches. SCAFFOLD ends with
 
         c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
 
-    All randomness (minibatches, dropout) derives from ``work.seed``: except with a time budget, the
-    same work on the same machine gives the same bits, even if it is interrupted and resumed.
-    Dropout draws from torch's global generators, which are restored afterwards, so a process must
-    do only one piece of work at a time.
+    All randomness derives from ``work.seed``: except with a time budget, the same work on the same
+    machine gives the same bits, even if it is interrupted and resumed. Dropout and augmentation may
+    draw from the global generators of Python, numpy and torch, which are restored afterwards, so a
+    process must do only one piece of work at a time.
 
     A non-finite loss does not stop training: the updater refuses the update and counts it.
 
-    Raises Cancelled before the next batch once ``work.cancelled()`` is true, with the model reset
-    to x_tau; DataError, naming the device, if its data is empty, not map-style, or does not suit
+    Raises Cancelled before the next step once ``work.cancelled()`` is true, with the model reset
+    to x_tau; DataError, naming the device, if its data is empty, has no length, or does not suit
     the task's loss; LayoutMismatch, ConfigError or BadMessage if the workspace or a control
     variate belongs to another model, other work or another version of torch.
     """
-    samples = size_of(data, work.device)
     trained = [x for x in model.parameters() if x.requires_grad]
     if not trained:
         raise ConfigError(f"nothing to train: model() {_lack(model)}")
+    if work.solver.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
-    with torch.random.fork_rng(devices=[trained[0].device] if trained[0].is_cuda else []):
-        training = _begun(model, trained, samples, work)
+    with seeded(work.seed):
+        training = _begun(task, model, trained, data, work)
         while training.goes_on():
             if work.cancelled():
                 raise Cancelled(training.stop())
             try:
-                loss = task.loss(model, task.gather(data, training.minibatch()))
+                training.step()
             except DataError as error:
                 raise DataError(f"device {work.device}: {error}") from error
-            training.step(loss)
     return training.result()
 
 
@@ -92,38 +87,52 @@ def _lack(model: nn.Module) -> str:
     return f"has {only}: return a module with parameters, or define the task's own train()"
 
 
-def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work) -> _Descent:
+def _begun(
+    task: Task, model: nn.Module, trained: list[nn.Parameter], data: Dataset[Any], work: Work
+) -> _Descent:
     """Begin training, or resume it from the workspace."""
     saved = work.resume
     if saved is None:
-        return _Descent(model, trained, samples, work)
+        return _Descent(task, model, trained, data, work)
     x, x_tau = saved.models(layout_of(model))
     load(x_tau, model)
     work = replace(
         work, base=saved.base, control=saved.control, device_control=saved.device_control
     )
-    training = _Descent(model, trained, samples, work)
+    training = _Descent(task, model, trained, data, work)
     load(x, model)
     training.skip_to(saved)
     return training
 
 
 class _Descent:
-    """The state of local training between two steps. Creating it seeds torch's global generators.
+    """The state of local training between two steps.
 
-    All parameters are updated by torch's list operations, because small models spend their time
+    torch's list operations change all parameters at once, because small models spend their time
     launching operations, not computing.
     """
 
     def __init__(
-        self, model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work
+        self,
+        task: Task,
+        model: nn.Module,
+        trained: list[nn.Parameter],
+        data: Dataset[Any],
+        work: Work,
     ) -> None:
         solver = work.solver
-        self._model, self._trained, self._work, self._solver = model, trained, work, solver
-        self._minibatches = Minibatches(samples, solver, work.seed)
-        self._generators = _global_generators(trained[0])
-        torch.manual_seed(work.seed)
-        steps = work.epochs * self._minibatches.epoch if work.epochs else work.steps
+        self._task, self._work, self._solver = task, work, solver
+        self._model, self._trained = model, trained
+        samples = size_of(data, work.device)
+        if not samples and (work.epochs or not solver.batch_size):
+            wrong = "epochs" if work.epochs else "batch_size = 0"
+            raise ConfigError(
+                f"an IterableDataset has no length: {wrong} needs a map-style data set"
+            )
+        self._batches = batches_of(task, data, samples, solver, work.seed)
+        steps = work.steps
+        if work.epochs:
+            steps = math.ceil(work.epochs * self._batches.epoch / solver.accumulate)
         # Identifies this work: a workspace of other work must not be resumed.
         self._about: dict[str, Any] = {
             "task": work.task,
@@ -137,18 +146,28 @@ class _Descent:
         self._steps = math.inf if steps is None else steps
         self._budget_s = math.inf if work.seconds is None else work.seconds
         self._step, self._began_s = 0, time.monotonic()
-        self._loss = torch.zeros((), dtype=torch.float64, device=trained[0].device)
+        where = trained[0].device
+        self._loss = torch.zeros((), dtype=torch.float64, device=where)
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        if solver.precision == "bf16":
+            self._autocast = torch.autocast(where.type, torch.bfloat16)
         self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
         starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
         self._start = [x_tau for x, x_tau in starts if x.requires_grad]
         self._x = [x.detach() for x in trained]  # the same memory, without a graph
         self._at = Iterate(self._x, self._start)
+        self._directs = type(solver).direction is not Solver.direction
         self._is_own = type(solver) not in SOLVERS.built_in.values()
-        if solver.momentum:
-            self._momentum = _split(None, model)
         if solver.controls:
             c, c_i = _split(work.control, model), _split(work.device_control, model)
             self._at.correction = torch._foreach_sub(c, c_i)
+        self._optimizers = task.optimizers(model, solver)
+        schedulers = (solver.scheduler(optimizer) for optimizer in self._optimizers)
+        self._schedulers = [one for one in schedulers if one is not None]
+        self._groups = [group for one in self._optimizers for group in one.param_groups]
+        self._usual = [group["lr"] for group in self._groups]
+        self._has_own_rate = type(solver).rate is not Solver.rate
+        self._rates = 0.0
 
     def goes_on(self) -> bool:
         """Whether to take another step."""
@@ -156,44 +175,59 @@ class _Descent:
             self._loss.item()  # waits for the GPU: the budget must count finished steps
         return self._step == 0 or (self._step < self._steps and self._seconds() < self._budget_s)
 
-    def minibatch(self) -> torch.Tensor:
-        """The rows of the next step."""
-        return self._minibatches.next()
-
-    def step(self, loss: torch.Tensor) -> None:
+    def step(self) -> None:
         """x <- x - gamma g."""
-        gradients = torch.autograd.grad(loss, self._trained, materialize_grads=True)
-        rate = self._solver.rate(self._step)
-        if not isinstance(rate, float | int):
-            raise ConfigError(
-                f"solver.kind = {self._solver.kind!r}: rate() must return a number; it returned a "
-                f"{type(rate).__name__}"
-            )
-        torch._foreach_sub_(self._x, self._direction(gradients), alpha=rate)
-        self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each step
+        accumulate = self._solver.accumulate
+        self._forget_gradients()
+        for _ in range(accumulate):
+            batch = self._batches.next()
+            with self._autocast:
+                loss = self._task.loss(self._model, batch)
+            torch.autograd.backward(loss if accumulate == 1 else loss / accumulate)
+            self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each time
+        if self._solver.clip_norm is not None:
+            clip_grad_norm_(self._trained, self._solver.clip_norm)
+        if self._directs:
+            self._direct()
+        if self._has_own_rate:
+            self._set_rate()
+        self._rates += self._groups[-1]["lr"]
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
         self._step += 1
 
     def result(self) -> Trained:
         """The result, once no step is left."""
+        self._forget_gradients()
         control, solver, lr = None, self._solver, None
-        if type(solver).rate is not Solver.rate:
-            lr = math.fsum(map(solver.rate, range(self._step))) / self._step
+        if self._has_own_rate or self._schedulers:
+            lr = self._rates / self._step
         if solver.controls:
             way = torch._foreach_sub(self._start, self._x)
             mean = torch._foreach_div(way, self._step * (lr or solver.lr))
             control = _join(torch._foreach_sub(mean, self._at.correction), self._model)
-        samples = self._about["samples"]
-        return Trained(self._step, samples, self._loss.item() / self._step, control, lr)
+        batches = self._step * solver.accumulate
+        samples = self._about["samples"] or batches * solver.batch_size
+        return Trained(self._step, samples, self._loss.item() / batches, control, lr)
 
-    def stop(self) -> Workspace:
-        """Return a workspace to resume from, and reset the model to x_tau."""
+    def stop(self) -> Workspace | None:
+        """Return a workspace to resume from, and reset the model to x_tau.
+
+        None if the state of an optimizer cannot be saved: training then begins anew.
+        """
+        self._forget_gradients()
         layout = layout_of(self._model)
         x, x_tau = Model(layout), Model(layout)
         read(self._model, x)
         for tensor, value in zip(_state(self._model), self._x_tau, strict=True):
             tensor.detach().copy_(value)
         read(self._model, x_tau)
-        state, position = self._minibatches.place
+        state, position = self._batches.place
+        optimizers = optimizer_state.encoded(self._optimizers, self._schedulers)
+        if optimizers is None:
+            return None
         return Workspace(
             **self._about,
             base=self._work.base or x_tau.digest(),
@@ -203,10 +237,11 @@ class _Descent:
             loss=self._loss.item(),
             minibatches=state,
             position=position,
-            generators=tuple(_bytes(generator.get_state()) for generator in self._generators),
+            generators=random_states(self._x[0].device),
             x=x.buffer,
             x_tau=x_tau.buffer,
-            momentum=_join(self._momentum, self._model) if self._solver.momentum else None,
+            rates=self._rates,
+            optimizers=optimizers,
             memory={name: _join(own, self._model) for name, own in self._at.memory.items()},
             control=self._work.control,
             device_control=self._work.device_control,
@@ -223,35 +258,41 @@ class _Descent:
         self._step = saved.step
         self._began_s -= saved.seconds
         self._loss += saved.loss
-        if self._solver.momentum:
-            self._momentum = _split(saved.momentum, self._model)
+        self._rates = saved.rates
+        optimizer_state.restore(saved.optimizers, self._optimizers, self._schedulers)
+        self._groups = [group for one in self._optimizers for group in one.param_groups]
         for name, vector in saved.memory.items():
             self._at.memory[name] = _split(vector, self._model)
-        self._minibatches.skip_to(saved.minibatches, saved.position)
-        # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
-        for generator, state in zip(self._generators, saved.generators, strict=False):
-            _restore(generator, state)
+        self._batches.skip_to(saved.minibatches, saved.position)
+        restore_random_states(saved.generators, self._x[0].device)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began_s
 
-    def _direction(self, gradients: Tensors) -> Tensors:
-        """g from the loss's gradients. They are not written to: two may share one tensor."""
-        g, solver = gradients, self._solver
-        if solver.clip_norm is not None:
-            norm = torch.nn.utils.get_total_norm(g)
-            g = torch._foreach_mul(g, (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        if solver.weight_decay:
-            g = torch._foreach_add(g, self._x, alpha=solver.weight_decay)
+    def _forget_gradients(self) -> None:
+        """As ``zero_grad`` of the optimizers, without their hooks; they take a model's memory."""
+        for x in self._trained:
+            x.grad = None
+
+    def _direct(self) -> None:
+        """Let the solver change the gradients."""
         self._at.n = self._step
-        g = solver.direction(g, self._at)
+        g = self._solver.direction([_dense(x) for x in self._trained], self._at)
         if self._is_own:
             self._check(g)
-        if solver.momentum:
-            torch._foreach_mul_(self._momentum, solver.momentum)
-            torch._foreach_add_(self._momentum, g)
-            g = self._momentum
-        return g
+        for x, part in zip(self._trained, g, strict=True):
+            x.grad = part
+
+    def _set_rate(self) -> None:
+        """Set the rate of this step, in the same proportion for all groups."""
+        rate, solver = self._solver.rate(self._step), self._solver
+        if not isinstance(rate, float | int):
+            raise ConfigError(
+                f"solver.kind = {solver.kind!r}: rate() must return a number; it returned a "
+                f"{type(rate).__name__}"
+            )
+        for group, usual in zip(self._groups, self._usual, strict=True):
+            group["lr"] = rate if usual == solver.lr else rate * usual / solver.lr
 
     def _check(self, g: Tensors) -> None:
         """Check the result of a user's solver. Raises ConfigError.
@@ -273,53 +314,6 @@ class _Descent:
             f"solver.kind = {self._solver.kind!r}: direction() must return a list with one tensor "
             f"for each trained parameter, of the same shape; it returned {got}"
         )
-
-
-class Minibatches:
-    """An endless sequence of minibatches, as row numbers.
-
-    They are slices of shuffled passes (:func:`pass_sizes`). With ``fresh`` sampling, each pass
-    ends after its first minibatch. So does a pass over more rows than can be shuffled at once:
-    its rows are drawn with replacement.
-    """
-
-    def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
-        self._samples = samples
-        self._drawn = is_drawn(samples, solver)
-        self._sizes = pass_sizes(samples, solver)
-        self._used = sum(self._sizes)
-        self.epoch = minibatches_in(samples, solver)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._shuffle()
-
-    @property
-    def place(self) -> tuple[bytes, int]:
-        """The generator's state before the current pass, and the minibatches taken from it."""
-        return _bytes(self._before), self._taken
-
-    def skip_to(self, state: bytes, taken: int) -> None:
-        """Resume at a ``place``."""
-        _restore(self._generator, state)
-        self._shuffle()
-        if taken > len(self._pass):
-            raise BadMessage(f"the workspace stopped in minibatch {taken} of {len(self._pass)}")
-        self._taken = taken
-
-    def next(self) -> torch.Tensor:
-        """The row numbers of the next minibatch."""
-        if self._taken == len(self._pass):
-            self._shuffle()
-        self._taken += 1
-        return self._pass[self._taken - 1]
-
-    def _shuffle(self) -> None:
-        self._before = self._generator.get_state()
-        if self._drawn:
-            rows = torch.randint(self._samples, (self._used,), generator=self._generator)
-        else:
-            rows = torch.randperm(self._samples, generator=self._generator)
-        self._pass = torch.split(rows[: self._used], self._sizes)
-        self._taken = 0
 
 
 def _state(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -355,21 +349,8 @@ def _join(parts: Tensors, model: nn.Module) -> Floats:
     return vector
 
 
-def _global_generators(where: torch.Tensor) -> list[torch.Generator]:
-    """torch's global generators, used by dropout: of the CPU and of a tensor's GPU."""
-    gpu = [torch.cuda.default_generators[where.get_device()]] if where.is_cuda else []
-    return [torch.default_generator, *gpu]
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    data: bytes = state.numpy().tobytes()
-    return data
-
-
-def _restore(generator: torch.Generator, state: bytes) -> None:
-    try:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    except (RuntimeError, ValueError) as error:
-        raise BadMessage(
-            f"the random generator's state does not fit this version of torch: {error}"
-        ) from error
+def _dense(x: nn.Parameter) -> torch.Tensor:
+    """A parameter's gradient; zeros if the loss does not depend on the parameter."""
+    if x.grad is None:
+        return torch.zeros_like(x)
+    return x.grad.to_dense() if x.grad.is_sparse else x.grad

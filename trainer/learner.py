@@ -14,8 +14,9 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.formats import F32, fed_back
 from fedstream.core.layout import Payload
 from fedstream.trainer import vector
+from fedstream.trainer.compression import Compression, compress
 from fedstream.trainer.data import Processor, check, placed, size_of
-from fedstream.trainer.solvers import Compression, Trained, compress
+from fedstream.trainer.solvers import Trained
 from fedstream.trainer.task import untrained
 
 if TYPE_CHECKING:

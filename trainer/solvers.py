@@ -1,26 +1,30 @@
 """The solvers' settings, the input of local training and its result.
 
-:mod:`fedstream.trainer.descent` performs the training. Anarchic Federated Learning, section 3:
-'each worker is able to completely take control of its own optimization process'. So the
-configuration (``solvers``) can give groups of devices a solver of their own, and
-:meth:`fedstream.trainer.task.Task.solver_of` any single device.
+:mod:`fedstream.trainer.descent` trains by them, with the optimizers of ``torch.optim``. Anarchic
+Federated Learning, section 3: 'each worker is able to completely take control of its own
+optimization process'. So the configuration (``solvers``) can give groups of devices a solver of
+their own, and :meth:`fedstream.trainer.task.Task.solver_of` any single device.
 """
 
 # ruff: noqa: SLF001  (torch's list operations, torch._foreach_*, are private in name only)
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-import numpy as np
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -30,6 +34,7 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
 from fedstream.runtime.config import NamedSettings, Section, check
 from fedstream.runtime.plugins import OneOf, PluginRegistry
+from fedstream.trainer.compression import Compression, NoCompression
 from fedstream.trainer.schedules import ConstantRate, RateSchedule
 from fedstream.trainer.workspace import Workspace
 
@@ -38,67 +43,11 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
-    from fedstream.trainer.task import Task
-
     Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
-
-
-class NoCompression(Section):
-    """Send the delta unchanged."""
-
-    kind: Literal["none"] = "none"
-
-
-class Bf16(Section):
-    """Round every value to the nearest bfloat16, ties to even: a relative error of at most 2^-8."""
-
-    kind: Literal["bf16"] = "bf16"
-
-
-class TopK(Section):
-    """Keep the k values of largest magnitude and zero the others; on ties the first ones win.
-
-    top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2, without
-    the memory: what is left out is lost.
-    """
-
-    kind: Literal["topk"] = "topk"
-    share: Annotated[float, Field(gt=0, le=1)]
-    """k as a share of the parameters; k is rounded, and at least 1"""
-
-
-Compression = Annotated[NoCompression | Bf16 | TopK, Field(discriminator="kind")]
-
-
-def compress(delta: Floats, how: Compression) -> None:
-    """Overwrite ``delta``, a vector of any length, with its compressed and decoded values.
-
-    Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-    calls 'rescaling, compression for communication-efficiency, etc.'. This shows the effect of
-    lossy compression on training, device by device. The wire format
-    (:mod:`fedstream.core.formats`), not this, saves bytes. A delta that is not finite stays so, and
-    the updater refuses it.
-    """
-    match how:
-        case Bf16():
-            import torch
-
-            vector = torch.from_numpy(delta)
-            vector.copy_(vector.to(torch.bfloat16))
-        case TopK(share=share):
-            _keep_largest(delta, max(1, round(share * delta.size)))
-
-
-def _keep_largest(delta: Floats, k: int) -> None:
-    sizes = np.abs(delta)
-    if k >= sizes.size or not np.isfinite(sizes).all():
-        return
-    least = np.partition(sizes, -k)[-k]
-    kept = sizes > least
-    kept[np.flatnonzero(sizes == least)[: k - np.count_nonzero(kept)]] = True
-    delta[~kept] = 0.0
 
 
 @dataclass(slots=True)
@@ -127,14 +76,53 @@ class Iterate:
         return self.memory[name]
 
 
+class ParameterGroup(Section):
+    """Arguments of the optimizer for some parameters; the solver's hold where one is left out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    parameters: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    """patterns of their names in ``named_parameters()``, such as ``base.*``"""
+
+
+class LrSchedule(Section):
+    """A class of ``torch.optim.lr_scheduler``, with its arguments as keys.
+
+    It begins anew in every task, and counts steps.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: str
+    """the class's name, such as ``CosineAnnealingLR``"""
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """The scheduler. Raises ConfigError if there is no such class, or its arguments fail."""
+        from torch.optim import lr_scheduler
+
+        found = getattr(lr_scheduler, self.kind, None)
+        base = lr_scheduler.LRScheduler
+        if not (isinstance(found, type) and issubclass(found, base)) or found is base:
+            raise ConfigError(
+                f"solver.lr_scheduler.kind = {self.kind!r}: must be a class of "
+                "torch.optim.lr_scheduler, such as CosineAnnealingLR"
+            )
+        if issubclass(found, lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError("solver.lr_scheduler.kind: a task measures nothing to wait for")
+        try:
+            return found(optimizer, **(self.model_extra or {}))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"solver.lr_scheduler: {error}") from error
+
+
 class Solver(NamedSettings):
     """Base class of solvers, minibatch descent. A solver's fields are the keys of ``solver``.
 
-    A step is x <- x - rate(n) g, where g comes from the loss's gradient: clipped, then with weight
-    decay added, then changed by :meth:`direction`, then with momentum. A solver of your own
-    overrides :meth:`direction` or :meth:`rate`, or replaces the whole local training,
-    :meth:`train`. It must be deterministic, apart from torch's global generators, which are seeded
-    for each task.
+    A step clips the loss's gradient, changes it by :meth:`direction`, and passes it to
+    :meth:`optimizer`: here ``torch.optim.SGD``, which adds weight decay and momentum. A solver of
+    your own overrides any of these or :meth:`rate`, or replaces the whole local training,
+    :meth:`train`. It must be deterministic, apart from the global generators of Python, numpy and
+    torch, which are seeded for each task.
     """
 
     controls: ClassVar[bool] = False  # corrects client drift, together with such a strategy
@@ -161,8 +149,43 @@ class Solver(NamedSettings):
     """as in torch.optim.SGD: weight_decay * x is added to the gradient"""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """upper bound on the norm of the loss's gradient, over all parameters; None: no clipping"""
+    accumulate: Annotated[int, Field(ge=1, exclude_if=lambda one: one == 1)] = 1
+    """minibatches whose mean gradient makes one step; saves memory beside a larger batch_size"""
+    groups: Annotated[
+        tuple[ParameterGroup, ...], Field(strict=False, exclude_if=lambda one: not one)
+    ] = ()
+    """parameters with other arguments of the optimizer, such as a rate of their own"""
+    lr_scheduler: Annotated[LrSchedule | None, Field(exclude_if=lambda one: one is None)] = None
+    """how gamma changes from step to step within a task"""
+    precision: Annotated[
+        Literal["float32", "bf16"], Field(exclude_if=lambda one: one == "float32")
+    ] = "float32"
+    """bf16: the loss is computed by torch.autocast in bfloat16; parameters stay float32"""
+    channels_last: Annotated[bool, Field(exclude_if=lambda one: not one)] = False
+    """keep images' channels last in memory, which many convolutions compute faster"""
+    workers: Annotated[int, Field(ge=0, le=64, exclude_if=lambda one: not one)] = 0
+    """processes that load batches beside training; 0: the trainer loads each one itself"""
     compression: Compression = NoCompression()
     """applied to the delta once training is done"""
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Self:
+        """Check the groups' arguments as the solver's own keys are checked."""
+        own = {name: getattr(self, name) for name in type(self).model_fields if name != "groups"}
+        for n, group in enumerate(self.groups):
+            for name, value in (group.model_extra or {}).items():
+                known = sorted(self.arguments())
+                if name not in known:
+                    raise ValueError(
+                        f"groups[{n}].{name}: the optimizer has no such argument; it has "
+                        f"{', '.join(known)}"
+                    )
+                try:
+                    type(self).model_validate(own | {name: value})
+                except ValidationError as error:
+                    why = error.errors()[0]["msg"]
+                    raise ValueError(f"groups[{n}].{name} = {value}: {why}") from error
+        return self
 
     def at(self, version: int) -> Self:
         """The solver of a task that trains from this version: with its rate, and no schedule.
@@ -177,32 +200,97 @@ class Solver(NamedSettings):
                 f"solver.schedule.kind = {self.schedule.kind!r}: must give a finite number above "
                 f"0; for version {version} it gave {share}"
             )
-        return self.model_copy(update={"lr": self.lr * share, "schedule": ConstantRate()})
+        groups = tuple(
+            one.model_copy(update={"lr": one.lr * share}) if hasattr(one, "lr") else one
+            for one in self.groups
+        )
+        now = {"lr": self.lr * share, "schedule": ConstantRate(), "groups": groups}
+        return self.model_copy(update=now)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the optimizer, by name."""
+        return {"lr": self.lr, "momentum": self.momentum, "weight_decay": self.weight_decay}
+
+    def optimizer(self, parameters: list[dict[str, Any]]) -> Optimizer:
+        """The optimizer of a task; ``parameters``: groups as of :meth:`parameter_groups`."""
+        from torch.optim import SGD
+
+        return SGD(parameters, **self.arguments(), **in_lists(parameters))
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The trained parameters as ``torch.optim`` takes them, with their groups' arguments.
+
+        The last group has those that match no pattern. Raises ConfigError if a group is empty.
+        """
+        rest = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        found: list[dict[str, Any]] = []
+        for n, group in enumerate(self.groups):
+            patterns = group.parameters
+            names = [name for name in rest if any(fnmatchcase(name, one) for one in patterns)]
+            if not names:
+                raise ConfigError(
+                    f"solver.groups[{n}].parameters = {list(patterns)}: no trained parameter "
+                    "outside the groups before matches; their names are those of "
+                    "model().named_parameters()"
+                )
+            found.append(
+                {"params": [rest.pop(name) for name in names], **(group.model_extra or {})}
+            )
+        return [*found, {"params": [*rest.values()]}] if rest else found
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """The scheduler of the rate within a task; None: the rate stays."""
+        return self.lr_scheduler.scheduler(optimizer) if self.lr_scheduler else None
 
     def rate(self, n: int) -> float:
         """The step size of step ``n``, counted from 0; by default ``lr``."""
         return self.lr
 
     def direction(self, g: Tensors, at: Iterate) -> Tensors:
-        """The direction of a step from ``g``; by default ``g`` itself.
+        """The gradient that the optimizer gets in place of ``g``; by default ``g`` itself.
 
-        ``g`` has one tensor per trained parameter and must not be written to; the result must have
-        the same shapes.
+        ``g`` has one tensor per trained parameter, zeros for those that the loss did not use, and
+        must not be written to; the result must have the same shapes.
         """
         return g
 
-    def train(self, task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+    def train(self, task: Any, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
         """Train ``model``, which holds x_tau, in place; by default by ``task.descend``.
+
+        ``task``: a :class:`fedstream.Task`, whose module imports this one.
 
         An interruptible solver raises Cancelled once ``work.cancelled()`` is true.
         """
-        return task.descend(model, data, work)
+        trained: Trained = task.descend(model, data, work)
+        return trained
+
+
+def in_lists(parameters: list[dict[str, Any]]) -> dict[str, bool]:
+    """The option by which an optimizer changes all parameters at once, where bits stay equal.
+
+    In other formats than float32, torch rounds lists of tensors differently.
+    """
+    import torch
+
+    return {"foreach": all(x.dtype == torch.float32 for one in parameters for x in one["params"])}
 
 
 class Sgd(Solver):
     """Plain minibatch SGD: FedAsync, option I; also the local solver of FedAvg, FedBuff and AFL."""
 
     kind: Literal["sgd"] = "sgd"
+    nesterov: Annotated[bool, Field(exclude_if=lambda one: not one)] = False
+    """as in torch.optim.SGD"""
+
+    @model_validator(mode="after")
+    def _has_momentum(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov = true needs momentum above 0")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of torch.optim.SGD."""
+        return super().arguments() | {"nesterov": self.nesterov}
 
 
 class Proximal(Solver):
@@ -242,61 +330,154 @@ class DriftCorrected(Solver):
         return self
 
 
+class OptimizerSolver(Solver):
+    """Steps by another optimizer than SGD, whose arguments are keys.
+
+    Its state, such as Adam's moments, begins anew in every task.
+    """
+
+    optimizer_class: ClassVar[Any]
+    """a subclass of ``torch.optim.Optimizer``, or its name in ``torch.optim``"""
+    names: ClassVar[tuple[str, ...]]
+    """of the arguments"""
+
+    @model_validator(mode="after")
+    def _takes_its_keys(self) -> Self:
+        for name in ("momentum", "weight_decay"):
+            if name not in self.names and getattr(self, name):
+                raise ValueError(f"kind = {self.kind} has no {name}: leave it out")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the optimizer, by name."""
+        return {name: getattr(self, name) for name in self.names}
+
+    def optimizer(self, parameters: list[dict[str, Any]]) -> Optimizer:
+        """The optimizer of a task."""
+        import torch
+
+        kind = self.optimizer_class
+        made = getattr(torch.optim, kind) if isinstance(kind, str) else kind
+        faster = in_lists(parameters) if isinstance(kind, str) else {}
+        optimizer: Optimizer = made(parameters, **self.arguments(), **faster)
+        return optimizer
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Adam(OptimizerSolver):
+    """torch.optim.Adam."""
+
+    optimizer_class = "Adam"
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    kind: Literal["adam"] = "adam"
+    lr: Positive = 0.001
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    amsgrad: bool = False
+
+
+class AdamW(Adam):
+    """torch.optim.AdamW, whose weight decay bypasses the moments."""
+
+    optimizer_class = "AdamW"
+    kind: Literal["adamw"] = "adamw"  # type: ignore[assignment]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+
+
+class Adagrad(OptimizerSolver):
+    """torch.optim.Adagrad."""
+
+    optimizer_class = "Adagrad"
+    names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+    kind: Literal["adagrad"] = "adagrad"
+    lr: Positive = 0.01
+    lr_decay: Annotated[float, Field(ge=0)] = 0.0
+    initial_accumulator_value: Annotated[float, Field(ge=0)] = 0.0
+    eps: Positive = 1e-10
+
+
+class RMSprop(OptimizerSolver):
+    """torch.optim.RMSprop."""
+
+    optimizer_class = "RMSprop"
+    names = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")
+    kind: Literal["rmsprop"] = "rmsprop"
+    lr: Positive = 0.01
+    alpha: Beta = 0.99
+    eps: Positive = 1e-8
+    centered: bool = False
+
+
+_IMPLEMENTATION = {"params", "maximize", "foreach", "fused", "capturable", "differentiable"}
+
+
+def _of_optimizer(kind: type[Any]) -> type[OptimizerSolver]:
+    """A solver for a subclass of ``torch.optim.Optimizer``.
+
+    Its keys are the arguments, of their defaults' types. Raises ConfigError for an optimizer that
+    computes the loss itself.
+    """
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"{kind.__name__}.step needs a closure; a task computes the loss once")
+    arguments = {
+        name: one
+        for name, one in inspect.signature(kind).parameters.items()
+        if name not in _IMPLEMENTATION and one.kind is not one.VAR_KEYWORD
+    }
+    fields: dict[str, Any] = {
+        name: (_type_of(one.default), ... if one.default is one.empty else one.default)
+        for name, one in arguments.items()
+    }
+    made = create_model(
+        kind.__name__, __base__=OptimizerSolver, __module__=kind.__module__, **fields
+    )
+    made.optimizer_class, made.names = kind, tuple(arguments)
+    return made
+
+
+def _type_of(default: object) -> Any:
+    """The type of an argument with this default."""
+    match default:
+        case tuple():
+            return Annotated[tuple[float, ...], Field(strict=False)]
+        case bool():
+            return bool
+        case int() | float():
+            return float
+    return Any
+
+
 def _accept(value: object) -> type[Solver] | None:
-    return value if isinstance(value, type) and issubclass(value, Solver) else None
+    if not isinstance(value, type):
+        return None
+    if issubclass(value, Solver):
+        return value
+    torch = sys.modules.get("torch")  # imported by any program that defines an optimizer
+    if torch is not None and issubclass(value, torch.optim.Optimizer):
+        return _of_optimizer(value)
+    return None
 
 
 SOLVERS: PluginRegistry[type[Solver]] = PluginRegistry(
     "fedstream.solvers",
     "solver",
-    {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected},
+    {
+        "sgd": Sgd,
+        "proximal": Proximal,
+        "scaffold": DriftCorrected,
+        "adam": Adam,
+        "adamw": AdamW,
+        "adagrad": Adagrad,
+        "rmsprop": RMSprop,
+    },
     accept=_accept,
-    expected="a class derived from fedstream.Solver",
+    expected="a class derived from fedstream.Solver or torch.optim.Optimizer",
 )
 SolverSettings: TypeAlias = Annotated[Solver, OneOf(SOLVERS)]
-
-
-_MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
-_MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
-
-
-def is_drawn(samples: int, solver: SolverSettings) -> bool:
-    """Whether rows are drawn with replacement, as they are too many to be shuffled."""
-    return samples > _MOST_SHUFFLED and _size(samples, solver) * _MANY <= samples
-
-
-def _size(samples: int, solver: SolverSettings) -> int:
-    return min(solver.batch_size or samples, samples)
-
-
-def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
-    """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
-
-    A pass has one minibatch with ``fresh`` sampling, and if rows are drawn. Otherwise the last
-    minibatch is smaller, or left out by ``drop_last``. A single row that is left over belongs to
-    the minibatch before: batch norm has no statistics of one row.
-    """
-    size = _size(samples, solver)
-    if solver.sampling == "fresh" or is_drawn(samples, solver):
-        return [size]
-    whole, left = divmod(samples, size)
-    sizes = [size] * whole
-    if left and not solver.drop_last:
-        if left == 1:
-            sizes[-1] += 1
-        else:
-            sizes.append(left)
-    return sizes
-
-
-def minibatches_in(samples: int, solver: SolverSettings) -> int:
-    """The number of minibatches that covers as many samples as there are."""
-    if not samples:
-        return 0
-    whole, left = divmod(samples, _size(samples, solver))
-    if solver.sampling == "fresh" or is_drawn(samples, solver):
-        return whole + (left > 0)
-    return whole + (left > 1 and not solver.drop_last)
 
 
 class Cancelled(Exception):
@@ -435,17 +616,3 @@ class Solvers:
 
     def __getitem__(self, device: int) -> SolverSettings:
         return self.others.get(device, self.usual)
-
-
-def solver_for_device(task: Task, device: int, solvers: Solvers, version: int) -> SolverSettings:
-    """The solver of a device that trains from a version of the model.
-
-    Raises TypeError if ``task.solver_of`` returns another type; ConfigError as :meth:`Solver.at`.
-    """
-    solver = task.solver_of(device, solvers[device])
-    if not isinstance(solver, Solver):
-        raise TypeError(
-            f"solver_of() must return the settings of a solver, not {type(solver).__name__}; "
-            "for example solver.model_copy(update={'lr': 0.1})"
-        )
-    return solver.at(version)

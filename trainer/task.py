@@ -6,7 +6,7 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
@@ -20,14 +20,16 @@ from fedstream.runtime.config import Section
 from fedstream.trainer.data import samples_of
 from fedstream.trainer.goals import Goals
 from fedstream.trainer.partitions import PartitionSettings
+from fedstream.trainer.solvers import Solver
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Generator, Tensor, nn
+    from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
     from fedstream.core.layout import Layout
     from fedstream.core.records import Run
-    from fedstream.trainer.solvers import SolverSettings, Trained, Work
+    from fedstream.trainer.solvers import Solvers, SolverSettings, Trained, Work
 
 
 IGNORED = -100  # torch's mark of a label that doesn't count: cross_entropy's ignore_index
@@ -70,7 +72,10 @@ class Task(ABC):
 
     @abstractmethod
     def device_data(self, device: int) -> Dataset[Any]:
-        """The data of one device: map-style, the same at every call."""
+        """The data of one device: the same at every call.
+
+        An ``IterableDataset`` is trained by numbers of steps; when it ends, it begins again.
+        """
 
     def test_data(self) -> Dataset[Any] | None:
         """The data to evaluate models on, map-style; None: models are not evaluated."""
@@ -107,6 +112,13 @@ class Task(ABC):
             # several times as fast as tensor[rows]
             return [tensor.index_select(0, rows.to(tensor.device)) for tensor in data.tensors]
         return self.collate([data[row] for row in rows.tolist()])
+
+    def sampler(self, data: Dataset[Any], generator: Generator) -> Iterable[int] | None:
+        """The rows of one pass over a device's data, in order; None: all of them, shuffled.
+
+        For instance a ``WeightedRandomSampler``. All randomness must come from ``generator``.
+        """
+        return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar to minimise on one collated batch; by default the mean cross entropy.
@@ -168,6 +180,13 @@ class Task(ABC):
         It must be the same at every call, because an interrupted task resumes with it.
         """
         return solver
+
+    def optimizers(self, model: nn.Module, solver: SolverSettings) -> Sequence[Optimizer]:
+        """The optimizers of a task, which all take each step; by default the solver's.
+
+        For example one for sparse embeddings, another for the rest.
+        """
+        return [solver.optimizer(solver.parameter_groups(model))]
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
         """Train ``model`` in place on one device's data; by default with the solver."""
@@ -326,6 +345,20 @@ def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str)
             f"task.devices: the data of this {role}'s task is split over {devices} devices, but "
             f"run {name!r} was made with {run.devices}: give every service the same number"
         )
+
+
+def solver_for_device(task: Task, device: int, solvers: Solvers, version: int) -> SolverSettings:
+    """The solver of a device that trains from a version of the model.
+
+    Raises TypeError if ``task.solver_of`` returns another type; ConfigError as :meth:`Solver.at`.
+    """
+    solver = task.solver_of(device, solvers[device])
+    if not isinstance(solver, Solver):
+        raise TypeError(
+            f"solver_of() must return the settings of a solver, not {type(solver).__name__}; "
+            "for example solver.model_copy(update={'lr': 0.1})"
+        )
+    return solver.at(version)
 
 
 def declared_goals(task: Task) -> dict[str, Goal]:

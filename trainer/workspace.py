@@ -20,7 +20,7 @@ from fedstream.core.errors import BadMessage, LayoutMismatch
 from fedstream.core.layout import Floats, Layout, Model
 from fedstream.core.messages import Count, first_wrong
 
-SCHEMA = 1
+SCHEMA = 2
 
 _CHECKSUM = 8  # bytes
 _MOST = 16  # lists, and elements per list; an honest workspace has one list, of generator states
@@ -90,16 +90,19 @@ class Workspace(BaseModel):
     loss: float
     """sum of the steps' losses"""
     minibatches: bytes
-    """state of the minibatches' generator before it drew the current pass"""
+    """state of the minibatches' generator before it drew the current pass; b"" of loaded batches"""
     position: Count
-    """minibatches taken from that pass"""
+    """minibatches taken from that pass; in all, of loaded batches"""
     generators: tuple[bytes, ...]
-    """states of torch's global generators, used by dropout: the CPU's, then the model's GPU's"""
+    """states of the global generators: Python's, numpy's, torch's, then the model's GPU's"""
 
     x: Block
     """the current model"""
     x_tau: Block
-    momentum: Vector | None = None
+    rates: float = 0.0
+    """sum of the steps' learning rates"""
+    optimizers: bytes
+    """states of the optimizers and schedulers (:mod:`fedstream.trainer.optimizer_state`)"""
     control: Vector | None = None
     """c of SCAFFOLD, as published with x_tau; None: zero"""
     device_control: Vector | None = None
@@ -109,10 +112,7 @@ class Workspace(BaseModel):
 
     def encode(self) -> bytes:
         """The workspace as bytes; deterministic."""
-        known = {"v": SCHEMA, **self.__dict__}
-        if not self.memory:  # omitted for releases that don't know this field
-            del known["memory"]
-        fields = msgpack.packb(known, default=_raw)
+        fields = msgpack.packb({"v": SCHEMA, **self.__dict__}, default=_raw)
         assert isinstance(fields, bytes)  # noqa: S101  (packb's type is Any)
         return xxhash.xxh3_64_digest(fields) + fields
 

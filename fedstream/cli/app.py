@@ -26,6 +26,7 @@ _NOBODY_ELSE = 0o077  # the mode bits of group and others
 
 _COMMANDS = {
     None: {
+        "init": "training:init",
         "run": "training:run",
         "simulate": "training:simulate",
         "sweep": "sweep:sweep",

@@ -1,7 +1,8 @@
-"""Commands that train: run, simulate."""
+"""Commands that train: init, run, simulate."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+import fedstream
 from fedstream.cli.options import (
     ChangedRules,
     Config,
@@ -31,7 +33,29 @@ from fedstream.cli.options import (
 )
 from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
-from fedstream.terminal import confirm, verbatim
+from fedstream.terminal import confirm, line, verbatim
+
+
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="where to write; the default is here")
+    ] = Path(),
+) -> None:
+    """Write my_task.py and fedstream.toml, with comments, to start a task of your own from."""
+    starter = Path(fedstream.__file__).parent / "starter"
+    sources = [starter / name for name in ("my_task.py", "fedstream.toml")]
+    for source in sources:
+        if (folder / source.name).exists():
+            raise ConfigError(f"{folder / source.name} exists already: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            (folder / source.name).write_bytes(source.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+    line(f"wrote {' and '.join(str(folder / source.name) for source in sources)}")
+    where = "" if folder == Path() else f"cd {shlex.quote(str(folder))}; "
+    line(f"next: {where}fedstream run --config fedstream.toml")
 
 
 def run(

@@ -18,7 +18,8 @@ from fedstream.broker.clock import uptime
 from fedstream.core.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.core.formats import format_of
 from fedstream.core.layout import Model
-from fedstream.trainer.solvers import Cancelled, Work, solver_for_device
+from fedstream.trainer.solvers import Cancelled, Work
+from fedstream.trainer.task import solver_for_device
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:

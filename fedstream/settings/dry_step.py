@@ -25,11 +25,19 @@ from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.task_settings import Epochs, Length, Seconds
 from fedstream.terminal import line
-from fedstream.trainer.data import Processor, check, placed, samples_of, seeded, size_of
+from fedstream.trainer.data import (
+    Processor,
+    check,
+    has_bfloat16,
+    placed,
+    samples_of,
+    seeded,
+    size_of,
+)
 from fedstream.trainer.evaluator import has_device_tests
 from fedstream.trainer.goals import is_over_devices
-from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work, solver_for_device
-from fedstream.trainer.task import Task, measured, untrained
+from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
+from fedstream.trainer.task import Task, measured, solver_for_device, untrained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,6 +99,12 @@ def try_task(
         training = measuring = settings.simulation.device
     else:
         numbers = settings.trainer.owns or numbers
+    if settings.solver.precision == "bf16" and not has_bfloat16(training):
+        line(
+            "solver.precision = bf16: this processor has no bfloat16 instructions, so a step may "
+            "take 12 times as long as in float32",
+            err=True,
+        )
     module, data = try_model(settings, task), test_data_of(settings, task)
     with suppress(Cancelled):
         if _is_tried(settings, task):
@@ -213,7 +227,7 @@ def _trained(
     data = placed(task.device_data(device), place)
     samples, length, few = size_of(data, device), Length(steps=1), data
     by_steps = (Task.train, Task.descend, Solver.train)
-    if (type(task).train, type(task).descend, type(solver).train) != by_steps:
+    if samples and (type(task).train, type(task).descend, type(solver).train) != by_steps:
         length, few = _shortest(settings), _first(data, solver.batch_size or samples)
     until = time.monotonic() + _TRY_S
     work = Work(

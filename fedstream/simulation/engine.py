@@ -29,8 +29,9 @@ from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver,
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.trainer.batches import minibatches_in
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
-from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
+from fedstream.trainer.solvers import Cancelled, SolverSettings
 from fedstream.trainer.task import declared_goals
 from fedstream.updater.decider import refusal_by_content, refusal_by_metadata
 
@@ -244,7 +245,9 @@ class _Cost:
         self.used += 1
         self.gradients += update.steps
         # a user's own train() may report 0 samples
-        self.epochs += update.steps / (minibatches_in(update.samples, solver) or 1)
+        self.epochs += (
+            update.steps * solver.accumulate / (minibatches_in(update.samples, solver) or 1)
+        )
 
 
 class _Simulation:

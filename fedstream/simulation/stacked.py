@@ -25,14 +25,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
+from fedstream.trainer.batches import minibatches_in, pass_sizes
 from fedstream.trainer.solvers import (
-    SOLVERS,
     Cancelled,
+    DriftCorrected,
     Iterate,
+    Proximal,
+    Sgd,
     Solver,
     Trained,
-    minibatches_in,
-    pass_sizes,
 )
 from fedstream.trainer.task import Task
 
@@ -70,7 +71,12 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
     return (
         type(task).train is Task.train
         and type(task).collate is Task.collate
-        and type(solver) in SOLVERS.built_in.values()
+        and type(task).sampler is Task.sampler
+        and type(task).optimizers is Task.optimizers
+        and type(solver) in (Sgd, Proximal, DriftCorrected)
+        and not (solver.groups or solver.lr_scheduler or solver.workers)
+        and (solver.accumulate, solver.precision) == (1, "float32")
+        and not getattr(solver, "nesterov", False)
         and not list(module.buffers())
         and all(x.requires_grad and x.dtype == torch.float32 for x in parameters)
         and 0 < sum(x.numel() for x in parameters) <= _PARAMETERS
@@ -293,12 +299,12 @@ class _StackedDescent:
             norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
             scale = (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             g = [part * scale.view(-1, *[1] * (part.dim() - 1)) for part in g]
-        if solver.weight_decay:
-            g = torch._foreach_add(g, x, alpha=solver.weight_decay)
         if self._directs:  # element by element, so it doesn't matter that devices are stacked
             start, correction = self._start, self._correction
             iterate = Iterate(x, [part[at] for part in start], [part[at] for part in correction])
             g = solver.direction(g, iterate)
+        if solver.weight_decay:
+            g = torch._foreach_add(g, x, alpha=solver.weight_decay)
         if solver.momentum:
             momentum = [part[at] for part in self._momentum]
             torch._foreach_mul_(momentum, solver.momentum)
@@ -317,7 +323,7 @@ def _put(parts: list[torch.Tensor], at: At, values: list[torch.Tensor]) -> None:
 
 
 class Draws:
-    """Rows that each device's :class:`fedstream.trainer.descent.Minibatches` would draw.
+    """Rows that each device's :class:`fedstream.trainer.batches.Minibatches` would draw.
 
     Devices with equally many samples begin their passes together, so they are drawn together.
     """

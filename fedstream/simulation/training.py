@@ -18,8 +18,8 @@ from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work, solver_for_device
-from fedstream.trainer.task import Task, measured, untrained
+from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work
+from fedstream.trainer.task import Task, measured, solver_for_device, untrained
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

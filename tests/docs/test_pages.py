@@ -109,6 +109,20 @@ def test_own_task(reader: Open) -> None:
         assert settings["task"]["args"] == {"hidden": 64, "activation": "tanh"}
 
 
+def test_from_a_script(reader: Open) -> None:
+    with reader("docs/tutorial/from-a-script.md") as page:
+        page.save("train.py")
+        page.follow()
+        plain = float(page.said["python train.py"].split()[-1])
+        page.save("digits.py")
+        page.follow()
+        found, settings = simulated(page)
+        assert settings["solver"]["kind"] == "adamw"
+        assert min(plain, found["accuracy"]) > 0.9
+        page.given("fedstream init my_project")
+        page.given("cd my_project && fedstream simulate --config fedstream.toml --versions 20")
+
+
 def test_own_solver(reader: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     with reader("docs/tutorial/own-solver.md") as page:
         program = page.save("my_solvers.py")

@@ -35,6 +35,8 @@ MADE = {
     ".../run.toml",
     "best.toml",
     "compare.py",
+    "digits.py",
+    "train.py",
     "device.pem",
     "device.pem.state",
     "devices.py",

@@ -47,7 +47,7 @@ class Moves(Solver):
 
 class Rolls(Solver):
     def direction(self, g: Any, at: Iterate) -> Any:
-        return [part * random.random() for part in g]
+        return [part * random.SystemRandom().random() for part in g]
 
 
 class Explodes(Solver):

@@ -233,7 +233,7 @@ def _workspaces() -> list[dict[str, Any]]:
         generators=(b"1",),
         x=model.buffer,
         x_tau=model.buffer,
-        momentum=model.parameters,
+        optimizers=b"",
         control=model.parameters,
     )
     return [_unpacked_bytes(saved.encode()[8:])]

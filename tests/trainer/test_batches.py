@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
-from fedstream.trainer.descent import Minibatches
-from fedstream.trainer.solvers import Sgd, pass_sizes
+from fedstream.trainer.batches import Minibatches, pass_sizes
+from fedstream.trainer.data import seeded
+from fedstream.trainer.solvers import Cancelled, Sgd, Work
 from fedstream.trainer.task import Task, measured
+from fedstream.trainer.workspace import Workspace
+from tests.trainer.stepping import work_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 
 @pytest.mark.parametrize(
@@ -52,11 +62,11 @@ class Normed(Task):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
-    def device_data(self, device: int) -> TensorDataset:
+    def device_data(self, device: int) -> Dataset[Any]:
         x = torch.randn(33, 5, generator=torch.Generator().manual_seed(device))
         return TensorDataset(x, (x[:, 0] > 0).long())
 
-    def test_data(self) -> TensorDataset:
+    def test_data(self) -> Dataset[Any] | None:
         return self.device_data(99)
 
 
@@ -149,3 +159,120 @@ def test_evaluation_takes_batches_of_the_configured_size(tmp_path: Path) -> None
         simulate(settings, task)
         assert task.widest == widest
         task.widest = 0
+
+
+class Augmented(Dataset[Any]):
+    """Each read of a row draws from the three global generators."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        scale = random.random() + np.random.rand() + float(torch.rand(()))
+        return torch.full((5,), row * scale), row % 2
+
+
+class Augmenting(Normed):
+    def device_data(self, device: int) -> Dataset[Any]:
+        return Augmented()
+
+
+def bits(task: Task, piece: Work) -> list[bytes]:
+    """The parameters of a fresh model that a task has trained."""
+    with seeded(0):
+        model = nn.Linear(5, 2)
+    task.train(model, task.device_data(piece.device), piece)
+    return [x.detach().numpy().tobytes() for x in model.parameters()]
+
+
+def stopped(task: Task, piece: Work) -> Workspace:
+    """The workspace of a task that is interrupted after two more steps."""
+    asked = count()
+    with pytest.raises(Cancelled) as caught:
+        bits(task, replace(piece, cancelled=lambda: next(asked) == 2))
+    assert caught.value.workspace is not None
+    return Workspace.decode(caught.value.workspace.encode())
+
+
+class Stream(IterableDataset[Any]):
+    """Items without end or length; here they end, so that the next pass begins."""
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for n in range(self._items):
+            yield torch.full((5,), random.random()), n % 2
+
+
+class Streaming(Normed):
+    items = 10
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        return Stream(self.items)
+
+    def test_data(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
+@pytest.mark.parametrize("task", [Augmenting(), Streaming()], ids=["rows", "stream"])
+def test_one_seed_gives_the_same_bits_whatever_draws(task: Task, workers: int) -> None:
+    """Whatever other code draws in between, and if the task is interrupted."""
+    piece = work_of(Sgd(batch_size=4, workers=workers), steps=7)
+    first = bits(task, piece)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+    assert bits(task, piece) == first != bits(task, replace(piece, seed=6))
+    saved = stopped(task, replace(piece, resume=stopped(task, piece)))
+    assert saved.step == 4
+    assert bits(task, replace(piece, resume=saved)) == first
+    after = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+    assert after == before
+
+
+def test_simulated_augmentation_is_repeatable() -> None:
+    settings = read(None, ["run.versions=6", "solver.batch_size=8"])
+    one, other = simulate(settings, Augmenting()), simulate(settings, Augmenting())
+    assert one.model.digest() == other.model.digest()
+
+
+def test_a_stream_is_trained_by_steps_and_counts_its_samples() -> None:
+    task = Streaming()
+    trained = task.train(task.model(), task.device_data(0), work_of(Sgd(batch_size=4), steps=5))
+    assert (trained.steps, trained.samples) == (5, 20)
+    with pytest.raises(ConfigError, match="has no length: epochs needs a map-style data set"):
+        bits(task, work_of(Sgd(batch_size=4), steps=None, epochs=1))
+    with pytest.raises(ConfigError, match="batch_size = 0 needs"):
+        bits(task, work_of(Sgd(batch_size=0), steps=1))
+    task.items = 0
+    with pytest.raises(DataError, match=r"device 3: the stream of device_data\(\) gives no batch"):
+        bits(task, work_of(Sgd(batch_size=4), steps=1))
+    settings = read(None, ["run.versions=4", "solver.batch_size=4", "scheduler.steps.kind=fixed"])
+    assert simulate(settings, Streaming()).refused == {}
+
+
+class Weighted(Normed):
+    """Draws only rows of the second class, in batches of what the sampler gives."""
+
+    def sampler(self, data: Dataset[Any], generator: torch.Generator) -> Iterable[int]:
+        assert isinstance(data, TensorDataset)
+        weights = data.tensors[1].double()
+        return WeightedRandomSampler(weights.tolist(), 20, generator=generator)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        assert batch[1].all()
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.process)])
+def test_a_tasks_sampler_gives_the_rows_of_a_pass(workers: int) -> None:
+    task, solver = Weighted(), Sgd(batch_size=8, workers=workers)
+    trained = task.train(
+        nn.Linear(5, 2), task.device_data(0), work_of(solver, epochs=2, steps=None)
+    )
+    assert (trained.steps, trained.samples) == (6, 33)
+    piece = work_of(solver, steps=7)
+    assert bits(task, replace(piece, resume=stopped(task, piece))) == bits(task, piece)

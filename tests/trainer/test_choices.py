@@ -16,9 +16,9 @@ from fedstream.core.layout import Model
 from fedstream.core.messages import GiveUp, Upload
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
+from fedstream.trainer.compression import NoCompression
 from fedstream.trainer.learner import as_sent
 from fedstream.trainer.solvers import (
-    NoCompression,
     Proximal,
     Sgd,
     SolverGroup,

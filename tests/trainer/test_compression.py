@@ -16,18 +16,9 @@ from fedstream.core.layout import Floats, Model
 from fedstream.core.messages import GiveUp, Upload
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
+from fedstream.trainer.compression import Bf16, Compression, NoCompression, TopK, compress
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.solvers import (
-    Bf16,
-    Compression,
-    NoCompression,
-    Sgd,
-    SolverGroup,
-    SolverSettings,
-    TopK,
-    Trained,
-    compress,
-)
+from fedstream.trainer.solvers import Sgd, SolverGroup, SolverSettings, Trained
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until

@@ -10,9 +10,10 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model, vector_of
+from fedstream.trainer.compression import NoCompression
 from fedstream.trainer.descent import solve
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.solvers import NoCompression, SolverSettings, Trained
+from fedstream.trainer.solvers import SolverSettings, Trained
 from fedstream.trainer.vector import layout_of, load, read
 from tests.support import Hand, context, counted, model_of, running, wait_until
 from tests.trainer.adding import Make, Point

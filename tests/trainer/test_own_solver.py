@@ -14,6 +14,7 @@ from fedstream.core.layout import Model
 from fedstream.runtime.config import dump
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
+from fedstream.trainer.data import has_bfloat16
 from fedstream.trainer.solvers import Cancelled, Iterate, Sgd, Solver, Trained, Work
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of
@@ -130,14 +131,6 @@ def test_what_it_remembers_survives_an_interruption(adam: str) -> None:
     assert resumed.digest() == whole.digest()
 
 
-def test_workspace_of_a_solver_that_remembers_nothing_has_no_such_field() -> None:
-    asked = iter([False, True])
-    with pytest.raises(Cancelled) as caught:
-        trained(work(Sgd(), cancelled=lambda: next(asked)))
-    assert caught.value.workspace is not None
-    assert b"memory" not in caught.value.workspace.encode()
-
-
 def test_a_direction_of_another_shape_is_refused_at_any_step() -> None:
     class Shrinking(Solver):
         def direction(self, g: Any, at: Iterate) -> Any:
@@ -242,3 +235,75 @@ def test_its_error_names_the_device() -> None:
     settings = read(None, ["run.versions=2", "simulation.threads=1"])
     with pytest.raises(DataError, match=r"device \d: ZeroDivisionError: .*test_own_solver.py:"):
         simulate(settings.model_copy(update={"solver": Fails()}), TASK)
+
+
+# torch's optimizers
+
+
+def parameters(*keys: str) -> bytes:
+    """What five steps of a configured solver make of the model."""
+    solver = read(None, [f"solver.{key}" for key in (*keys, "batch_size=0")]).solver
+    return trained(work(solver))[0].floats.tobytes()
+
+
+def test_an_optimizer_by_its_class_is_the_one_by_name() -> None:
+    for name, keys in (("Adam", ["lr=0.01", "betas=[0.5, 0.9]"]), ("RMSprop", ["momentum=0.5"])):
+        assert parameters(f"kind=torch.optim:{name}", *keys) == parameters(
+            f"kind={name.lower()}", *keys
+        )
+
+
+def test_a_users_optimizer_is_a_solver_with_its_arguments_as_keys(tmp_path: Path) -> None:
+    file = tmp_path / "halving.py"
+    file.write_text(
+        "import torch\n"
+        "class Halving(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr=0.5, share: float = 0.5):\n"
+        "        super().__init__(params, lr * share)\n"
+    )
+    assert parameters(f"kind={file}:Halving", "share=0.25") == parameters("lr=0.125")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (["kind=adam", "momentum=0.9"], "kind = adam has no momentum: leave it out"),
+        (["kind=adam", "nesterov=true"], "solver.nesterov = true .*: unknown key"),
+        (["nesterov=true"], "nesterov = true needs momentum above 0"),
+        (["kind=torch.optim:LBFGS"], "LBFGS.step needs a closure"),
+        (["kind=torch.optim:NAdam", "bets=[0.5, 0.9]"], r"did you mean solver.betas\?"),
+        (["groups=[{parameters=['0.*'], rho=1.0}]"], r"groups\[0\].rho: the optimizer has no such"),
+        (["groups=[{parameters=['0.*'], lr=-1.0}]"], r"groups\[0\].lr = -1.0: .*greater than 0"),
+        (
+            ["groups=[{parameters=['base.*']}]"],
+            r"solver.groups\[0\].parameters = .*: no trained",
+        ),
+        (["lr_scheduler={kind='Step'}"], "kind = 'Step': must be a class of torch.optim.lr_sch"),
+        (["lr_scheduler={kind='StepLR'}"], "solver.lr_scheduler: .*missing 1 .*'step_size'"),
+        (["lr_scheduler={kind='ReduceLROnPlateau'}"], "measures nothing to wait for"),
+    ],
+)
+def test_a_wrong_key_of_an_optimizer_is_named(keys: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parameters(*keys)
+
+
+def test_a_schedule_over_versions_scales_the_rates_of_groups() -> None:
+    group = "groups=[{parameters=['0.*'], lr=0.2}, {parameters=['2.bias'], momentum=0.5}]"
+    keys = [f"solver.{key}" for key in (group, "lr=0.1", "schedule={kind='step', every=1}")]
+    solver = read(None, keys).solver.at(2)
+    found = solver.optimizer(solver.parameter_groups(fresh())).param_groups
+    assert [one["lr"] for one in found] == [0.05, 0.025, 0.025]
+
+
+def test_slow_bfloat16_is_announced_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = read(None, ["run.versions=1", "solver.precision=bf16"])
+    for supported, told in ((True, ""), (False, "no bfloat16 instructions")):
+        monkeypatch.setattr(
+            "fedstream.settings.dry_step.has_bfloat16", lambda _, found=supported: found
+        )
+        simulate(settings, TASK)
+        assert told in capsys.readouterr().err
+    assert has_bfloat16("cpu") in (True, False)

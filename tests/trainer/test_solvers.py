@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Model
-from fedstream.trainer.descent import Minibatches, solve
+from fedstream.trainer.batches import Minibatches
+from fedstream.trainer.descent import solve
 from fedstream.trainer.solvers import (
     Cancelled,
     DriftCorrected,

@@ -473,3 +473,23 @@ def test_help_ends_with_the_keys_of_the_strategy_that_was_named(
     assert "strategy.usual" not in command(name, "--help")[1]
     code, _, said = command(name, "--strategy", "fedbuf", "--help")
     assert (code, "did you mean 'fedbuff'?" in said) == (2, True)
+
+
+def test_init_writes_a_starter_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fedstream("init", "new/one") == 0
+    assert capsys.readouterr().out.endswith(
+        "next: cd new/one; fedstream run --config fedstream.toml\n"
+    )
+    mine = tmp_path / "new/one/my_task.py"
+    mine.write_text("mine")
+    assert fedstream("init", "new/one") == 2
+    assert (
+        capsys.readouterr().err
+        == "fedstream: new/one/my_task.py exists already: name another folder\n"
+    )
+    assert mine.read_text() == "mine"
+    assert fedstream("init", "new/one/my_task.py/inside") == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err

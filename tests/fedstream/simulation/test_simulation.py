@@ -22,7 +22,7 @@ from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.simulation.stacked import Draws
-from fedstream.trainer.descent import Minibatches
+from fedstream.trainer.batches import Minibatches
 from fedstream.trainer.solvers import Sgd, Trained, Work
 from fedstream.trainer.task import Task
 
