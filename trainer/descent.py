@@ -9,7 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -17,24 +17,34 @@ from torch.nn.utils import clip_grad_norm_
 from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Floats, Model
 from fedstream.trainer import optimizer_state
-from fedstream.trainer.batches import batches_of
+from fedstream.trainer.batches import Collating, batches_of
 from fedstream.trainer.data import random_states, restore_random_states, seeded, size_of
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained, Work
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
+    from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-    from fedstream.trainer.solvers import Tensors
-    from fedstream.trainer.task import Task
+    from fedstream.trainer.solvers import SolverSettings, Tensors
 
 
-def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+class Trainable(Collating, Protocol):
+    """The methods of :class:`fedstream.Task` that training calls."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The scalar to minimise on one collated batch."""
+
+    def optimizers(self, model: nn.Module, solver: SolverSettings) -> Sequence[Optimizer]:
+        """The optimizers that all take each step."""
+
+
+def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
     """Train ``model``, which holds x_tau, in place by exactly H steps (FedAsync, algorithm 1):
 
         x <- x - gamma g,       g = grad f(x; z)                        SGD, option I
@@ -88,7 +98,7 @@ def _lack(model: nn.Module) -> str:
 
 
 def _begun(
-    task: Task, model: nn.Module, trained: list[nn.Parameter], data: Dataset[Any], work: Work
+    task: Trainable, model: nn.Module, trained: list[nn.Parameter], data: Dataset[Any], work: Work
 ) -> _Descent:
     """Begin training, or resume it from the workspace."""
     saved = work.resume
@@ -114,7 +124,7 @@ class _Descent:
 
     def __init__(
         self,
-        task: Task,
+        task: Trainable,
         model: nn.Module,
         trained: list[nn.Parameter],
         data: Dataset[Any],
