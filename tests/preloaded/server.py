@@ -194,6 +194,9 @@ def main() -> None:
                     command()
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):  # as an interpreter does
+                sys.stderr.write(f"{code}\n")
+                code = 1
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(code if isinstance(code, int) else 0)  # to clear up torch takes a second
