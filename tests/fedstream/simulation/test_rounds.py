@@ -275,7 +275,7 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
     return told[:count]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     batch=st.integers(1, 6),
     more=st.integers(0, 3),

@@ -130,7 +130,8 @@ SOLVERS = {
 @pytest.mark.parametrize(
     ("module", "solver", "steps"),
     [
-        *(("perceptron", solver, "uniform") for solver in SOLVERS),
+        ("perceptron", "proximal", "uniform"),
+        ("perceptron", "all", "uniform"),
         ("perceptron", "scaffold", "epochs"),
         *(("regression", solver, "uniform") for solver in SOLVERS),
         ("regression", "plain", "fixed"),
@@ -431,7 +432,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_device_on_which_the_task_raises_rests(name: str, tmp_path: Path) -> None:
     """Whether or not devices train together, the plan is the same."""
-    about = (*PLANS[name], "run.versions=40")
+    about = (*PLANS[name], "run.versions=16")
     found = run(*about, task=Raising(2), journal=tmp_path / "journal")
     alone = run(*about, "simulation.batched=false", task=Raising(2))
     together, one_by_one = (
@@ -439,13 +440,13 @@ def test_device_on_which_the_task_raises_rests(name: str, tmp_path: Path) -> Non
         for versions in (found.versions, alone.versions)
     )
     assert together == one_by_one
-    assert (found.state, found.why) == ("finished", "version 40 reached")
+    assert (found.state, found.why) == ("finished", "version 16 reached")
     [(reason, count)] = found.given_up.items()
     assert reason == "raised IndexError"
     [(device, (failures, error))] = found.failing.items()
     assert (device, failures) == (2, count)
     assert error.startswith("IndexError: Target")
-    assert 2 <= count < 15, "it is asked less and less often"
+    assert 2 <= count < 8, "it is asked less and less often"
     trained = {update.device for made in found.versions for update in made.updates}
     assert trained == {0, 1, 3, 4, 5}
     if "rounds" in name:

@@ -88,11 +88,18 @@ def exceptions() -> dict[str, str]:
 
 
 def checkov(renderings: Mapping[str, Manifests], allowed: Mapping[str, str]) -> Verdict:
-    """Runs it over all renderings. An exception that none of them needs is reported."""
+    """Runs it over all renderings. An exception that none of them needs is reported.
+
+    Most objects are the same in many renderings: it sees each once, in the first that has it.
+    """
+    seen: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         for name, manifests in renderings.items():
+            texts = {json.dumps(one, sort_keys=True): one for one in manifests}
+            fresh = [one for text, one in texts.items() if text not in seen]
+            seen |= texts.keys()
             file = Path(folder) / f"{name.replace(' ', '-').replace(',', '')}.yaml"
-            file.write_text(yaml.dump_all(list(manifests), Dumper=yaml.CSafeDumper))
+            file.write_text(yaml.dump_all(fresh, Dumper=yaml.CSafeDumper))
         said = _run(Path(folder))
     excepted = dict.fromkeys(allowed, 0)
     wrong: dict[str, None] = {}
