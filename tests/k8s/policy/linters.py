@@ -21,6 +21,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 from jsonschema import Draft202012Validator
+from kubernetes_validate import utils
 
 from tests.k8s.manifests import K8S, ROOT, Manifest, Manifests
 
@@ -29,6 +30,8 @@ PROGRAM = ROOT / ".venv-checkov" / "bin" / "checkov"
 EXCEPTIONS = K8S / "checkov.yaml"
 _OWN = Path(__file__).parents[1] / "schemas"
 _CHECKOV_WITHIN_S = 150.0
+# It reads the same megabyte of definitions for every object.
+utils.schema_contents = cache(utils.schema_contents)
 _checked: dict[str, tuple[str, ...]] = {}  # an object is the same in most renderings
 
 
