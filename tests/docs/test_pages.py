@@ -153,7 +153,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory, quick_programs: Path) -> 
     folder = tmp_path_factory.mktemp("poisoned")
     [program] = (one.text for one in blocks("docs/replay.md") if "class Poisoned" in one.text)
     (folder / "poisoned.py").write_text(program)
-    keys = ("scheduler.steps.n=50", "updater.norm_factor=0")
+    keys = ("scheduler.steps.n=15", "updater.norm_factor=0")
     sets = [word for key in keys for word in ("--set", key)]
     asked = ("--task", "poisoned.py:task", "--versions", "150", *sets, "--out", "run")
     subprocess.run([quick_programs / "fedstream", "simulate", *asked], cwd=folder, check=True)
@@ -225,7 +225,10 @@ def test_simulation(reader: Open, mnist: Path) -> None:
 def test_strategies(reader: Open) -> None:
     # What is said here holds for both, and a simulation takes a quarter of the time. Two of them
     # that begin in the same second ask for the same folder.
-    simulated = {"fedstream run": "rm -rf runs && fedstream simulate", "--trainers 8": ""}
+    simulated = {
+        "fedstream run": "rm -rf runs && fedstream simulate --versions 5",
+        "--trainers 8": "",
+    }
     with reader("docs/strategies.md", instead=simulated) as page:
         page.follow()
         for table in ("participation", "solvers"):
@@ -235,7 +238,9 @@ def test_strategies(reader: Open) -> None:
 
 
 def test_own_strategy(reader: Open) -> None:
-    with reader("docs/tutorial/own-strategy.md") as page:
+    with reader(
+        "docs/tutorial/own-strategy.md", instead={"--versions 100": "--versions 20"}
+    ) as page:
         page.save("my_staleness.py")
         page.follow()
         page.save("my_rules.py")
@@ -318,7 +323,7 @@ def quickly(page: Reader, script: Path) -> None:
 
 
 def test_track(reader: Open) -> None:
-    with reader("docs/how-to/track.md") as page:
+    with reader("docs/how-to/track.md", instead={"--versions 60": "--versions 20"}) as page:
         page.follow()
         [events] = (page.folder / "runs/tracked/tensorboard").iterdir()
         assert (events / "model.safetensors").is_file()

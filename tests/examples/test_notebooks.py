@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from nbclient import NotebookClient
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.process
+NOTHING: Mapping[str, str] = {}
 
 
 @pytest.fixture
 def executed(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], list[Any]]:
-    """Runs a notebook; ``python`` starts its kernel, and so the services of its runs."""
+) -> Callable[..., list[Any]]:
+    """Runs a notebook, perhaps with other text in it. ``python`` starts its kernel, and so the
+    services of its runs."""
     program, spec = tmp_path / "kernel.py", tmp_path / "kernels" / "quick" / "kernel.json"
     program.write_text(
         "from ipykernel.kernelapp import launch_new_instance\n\nlaunch_new_instance()"
@@ -31,8 +33,12 @@ def executed(
     spec.write_text(json.dumps({"argv": argv, "display_name": "quick", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
 
-    def run(name: str) -> list[Any]:
+    def run(name: str, shorter: Mapping[str, str] = NOTHING) -> list[Any]:
         book = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
+        for text, other in shorter.items():
+            assert any(text in cell.source for cell in book.cells), text
+            for cell in book.cells:
+                cell.source = cell.source.replace(text, other)
         where = {"metadata": {"path": str(tmp_path)}}
         NotebookClient(book, kernel_name="quick", timeout=300, resources=where).execute()
         return list(book.cells)
@@ -56,14 +62,14 @@ def test_no_output_is_stored() -> None:
     assert not any(cell.outputs or cell.execution_count for cell in cells)
 
 
-def test_first_run(executed: Callable[[str], list[Any]]) -> None:
+def test_first_run(executed: Callable[..., list[Any]]) -> None:
     cells = executed("first-run")
     assert "finished: version 100 reached" in shown(cells, "run = fedstream.run(")
     before, _, after = re.findall(r"'accuracy': ([\d.]+)", shown(cells, "module.load_state_dict"))
     assert float(before) < 0.8 < 0.9 < float(after)
 
 
-def test_own_strategy(executed: Callable[[str], list[Any]]) -> None:
+def test_own_strategy(executed: Callable[..., list[Any]]) -> None:
     cells = executed("own-strategy")
     told = shown(cells, "fedstream.compare(")
     usual, mine = map(float, re.search(r"final accuracy +([\d.]+) +([\d.]+)", told).groups())  # type: ignore[union-attr]
@@ -71,8 +77,8 @@ def test_own_strategy(executed: Callable[[str], list[Any]]) -> None:
     assert "did you mean strategy.usual?" in shown(cells, "usal")
 
 
-def test_poisoned_device(executed: Callable[[str], list[Any]]) -> None:
-    cells = executed("poisoned-device")
+def test_poisoned_device(executed: Callable[..., list[Any]]) -> None:
+    cells = executed("poisoned-device", {'"n": 50': '"n": 15'})
     lengths = shown(cells, "before[").splitlines()[2:]
     *others, (version, device, _, length, _) = (map(float, row.split()[1:]) for row in lengths)
     assert (version > 60, device) == (True, 3)
@@ -80,8 +86,10 @@ def test_poisoned_device(executed: Callable[[str], list[Any]]) -> None:
     assert re.search(r"^3 +norm too large +\d+$", shown(cells, "guarded ="), re.MULTILINE)
 
 
-def test_compare_strategies(executed: Callable[[str], list[Any]]) -> None:
-    cells = executed("compare-strategies")
+def test_compare_strategies(executed: Callable[..., list[Any]]) -> None:
+    cells = executed(
+        "compare-strategies", {"UPDATES = 200": "UPDATES = 40", ", 80, 120, 160, 200]": "]"}
+    )
     final = re.search(r"final accuracy +(.*)", shown(cells, "fedstream.compare(runs)"))
     assert final is not None
     assert len(final[1].split()) == 5

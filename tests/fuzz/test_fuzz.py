@@ -30,7 +30,7 @@ def test_earlier_finds_are_refused(find: Path) -> None:
 @pytest.mark.process
 def test_short_run_finds_nothing(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    inputs = 100 * len(targets())
+    inputs = 50 * len(targets())
     command = [sys.executable, "-m", "tests.fuzz", "--inputs", str(inputs), "--jobs", "1"]
     done = subprocess.run(
         [*command, "--json", str(table)], check=False, capture_output=True, text=True
