@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -169,6 +170,21 @@ def quick_programs(pytestconfig: pytest.Config) -> Iterator[Path]:
 def python(quick_programs: Path) -> Path:
     """A Python that starts fedstream's processes by a fork."""
     return quick_programs / "python"
+
+
+@pytest.fixture
+def kernel_name(
+    python: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """A Jupyter kernel that ``python`` starts, as it starts the services of the kernel's runs."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    program, spec = folder / "kernel.py", folder / "kernels" / "quick" / "kernel.json"
+    program.write_text("from ipykernel.kernelapp import launch_new_instance as run\n\nrun()\n")
+    spec.parent.mkdir(parents=True)
+    argv = [str(python), str(program), "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": argv, "display_name": "quick", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder))
+    return "quick"
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,19 +18,8 @@ NOTHING: Mapping[str, str] = {}
 
 
 @pytest.fixture
-def executed(
-    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[Any]]:
-    """Runs a notebook, perhaps with other text in it. ``python`` starts its kernel, and so the
-    services of its runs."""
-    program, spec = tmp_path / "kernel.py", tmp_path / "kernels" / "quick" / "kernel.json"
-    program.write_text(
-        "from ipykernel.kernelapp import launch_new_instance\n\nlaunch_new_instance()"
-    )
-    spec.parent.mkdir(parents=True)
-    argv = [str(python), str(program), "-f", "{connection_file}"]
-    spec.write_text(json.dumps({"argv": argv, "display_name": "quick", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+def executed(tmp_path: Path, kernel_name: str) -> Callable[..., list[Any]]:
+    """Runs a notebook, perhaps with other text in it: its cells with their output."""
 
     def run(name: str, shorter: Mapping[str, str] = NOTHING) -> list[Any]:
         book = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
@@ -40,7 +28,7 @@ def executed(
             for cell in book.cells:
                 cell.source = cell.source.replace(text, other)
         where = {"metadata": {"path": str(tmp_path)}}
-        NotebookClient(book, kernel_name="quick", timeout=300, resources=where).execute()
+        NotebookClient(book, kernel_name=kernel_name, timeout=300, resources=where).execute()
         return list(book.cells)
 
     return run

@@ -186,7 +186,8 @@ def test_batched_minibatches_are_those_each_device_draws(sampling: str, size: in
     ids=["dropout", "batch norm", "a loss that looks"],
 )
 def test_unbatchable_models_are_trained_sequentially(task: Task) -> None:
-    found, alone = run(*AFA, task=task), run(*AFA, "simulation.batched=false", task=task)
+    about = (*AFA, "run.versions=3")
+    found, alone = run(*about, task=task), run(*about, "simulation.batched=false", task=task)
     assert (found.state, found.together) == ("finished", 0)
     assert found.model.digest() == alone.model.digest()
 
