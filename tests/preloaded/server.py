@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -145,6 +146,7 @@ def become(
     os.chdir(folder)
     os.environ.clear()
     os.environb.update(environ)
+    tempfile.tempdir = None  # TMPDIR may be another
     if "FEDSTREAM_PARENT" in os.environ:  # the client looks after the real one
         os.environ["FEDSTREAM_PARENT"] = str(os.getppid())
     sys.argv = ["fedstream", *arguments]
