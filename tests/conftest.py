@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,9 +56,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Preloaded())
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Collects tests but no garbage: there is none, and to look for it doubles the time."""
     gc.disable()
+    if session.config.args == session.config.getini("testpaths"):
+        _compile_share(Path(__file__).parent)
+
+
+def _compile_share(folder: Path) -> None:
+    """In a fresh clone pytest compiles all test files: each worker of xdist its share at first.
+
+    The others' it then finds compiled.
+    """
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for file in sorted(folder.rglob("test_*.py"))[number::workers] if workers > 1 else ():
+        with suppress(Exception, pytest.skip.Exception):  # its collection reports it
+            import_module(".".join(file.relative_to(folder.parent).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

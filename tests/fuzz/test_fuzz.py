@@ -40,9 +40,13 @@ def test_short_run_finds_nothing(tmp_path: Path, python: Path) -> None:
     table = tmp_path / "table.json"
     (tmp_path / "fuzz.py").write_text(PROGRAM)
     inputs = 50 * len(targets())
-    command = [python, tmp_path / "fuzz.py", "--inputs", str(inputs), "--jobs", "1"]
+    command: list[str | Path] = [python, tmp_path / "fuzz.py", "--inputs", str(inputs)]
     done = subprocess.run(
-        [*command, "--json", table], check=False, capture_output=True, text=True, cwd=tmp_path
+        [*command, "--jobs", "1", "--json", table],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(table.read_text())

@@ -146,7 +146,7 @@ def test_batched_training_equals_sequential_training(
     monkeypatch.setattr("fedstream.simulation.stacked._OFTEN", 2)  # some steps with, some without
     monkeypatch.setattr("fedstream.simulation.stacked._PART", 2)
     rule = () if sets == SCAFFOLD else AFA
-    about = (*rule, *sets, f"scheduler.steps.kind={steps}", "run.versions=5")
+    about = (*rule, *sets, f"scheduler.steps.kind={steps}", "run.versions=3")
     alone = run(*about, "simulation.batched=false", task=Small(made))
     together = run(*about, f"simulation.threads={threads}", task=Small(made))
     assert (alone.together, together.together >= 8) == (0, True)
