@@ -7,7 +7,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from itertools import count
@@ -59,20 +59,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection(session: pytest.Session) -> None:
     """Collects tests but no garbage: there is none, and to look for it doubles the time."""
     gc.disable()
-    if session.config.args == session.config.getini("testpaths"):
-        _compile_share(Path(__file__).parent)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers and session.config.args == session.config.getini("testpaths"):
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        _compile(sorted(Path(__file__).parent.rglob("test_*.py"))[number::workers])
 
 
-def _compile_share(folder: Path) -> None:
-    """In a fresh clone pytest compiles all test files: each worker of xdist its share at first.
+def _compile(files: Sequence[Path]) -> None:
+    """Import a worker's share of the test files, which compiles them in a fresh clone.
 
-    The others' it then finds compiled.
+    The other workers' share it then finds compiled.
     """
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    for file in sorted(folder.rglob("test_*.py"))[number::workers] if workers > 1 else ():
+    root = Path(__file__).parents[1]
+    for file in files:
         with suppress(Exception, pytest.skip.Exception):  # its collection reports it
-            import_module(".".join(file.relative_to(folder.parent).with_suffix("").parts))
+            import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

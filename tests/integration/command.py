@@ -82,7 +82,8 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = GUARD_S
             return result
         now = time.monotonic()
         assert now < until, f"not within {timeout} s: {what}"
-        time.sleep(max(0.05, 4 * (now - looks)))  # most of the time is for what is waited for
+        # Most of the processor's time is for what is waited for.
+        time.sleep(max(0.05, min(0.5, 4 * (now - looks))))
 
 
 class Command:
