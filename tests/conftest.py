@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,9 +56,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Preloaded())
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Collects tests but no garbage: there is none, and to look for it doubles the time."""
     gc.disable()
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers and session.config.args == session.config.getini("testpaths"):
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        _compile(sorted(Path(__file__).parent.rglob("test_*.py"))[number::workers])
+
+
+def _compile(files: Sequence[Path]) -> None:
+    """Import a worker's share of the test files, which compiles them in a fresh clone.
+
+    The other workers' share it then finds compiled.
+    """
+    root = Path(__file__).parents[1]
+    for file in files:
+        with suppress(Exception, pytest.skip.Exception):  # its collection reports it
+            import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
@@ -169,6 +186,21 @@ def quick_programs(pytestconfig: pytest.Config) -> Iterator[Path]:
 def python(quick_programs: Path) -> Path:
     """A Python that starts fedstream's processes by a fork."""
     return quick_programs / "python"
+
+
+@pytest.fixture
+def kernel_name(
+    python: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """A Jupyter kernel that ``python`` starts, as it starts the services of the kernel's runs."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    program, spec = folder / "kernel.py", folder / "kernels" / "quick" / "kernel.json"
+    program.write_text("from ipykernel.kernelapp import launch_new_instance as run\n\nrun()\n")
+    spec.parent.mkdir(parents=True)
+    argv = [str(python), str(program), "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": argv, "display_name": "quick", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder))
+    return "quick"
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class Processes:
         self._running: pytest.Item | None = None
         self._in_setup: list[pytest.FixtureDef[object]] = []
         self._started_by: set[pytest.FixtureDef[object]] = set()  # those that several tests share
+        self._events = _EVENTS  # at Python's end, modules have lost their names
         sys.addaudithook(self._audit)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -65,7 +66,7 @@ class Processes:
                 pytest.fail(_advice(item, f"uses fixture {one.argname}, which starts a process"))
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event in _EVENTS and (item := self._running) is not None:
+        if event in self._events and (item := self._running) is not None:
             self._started_by.update(one for one in self._in_setup if one.scope != "function")
             if not item.get_closest_marker(MARK):
                 pytest.fail(_advice(item, f"starts a process ({event}{arguments[:1]})"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ from tests.coordinator.gateway.places import coordinating, owned_by, serving
 from tests.support import Hand, wait_until
 
 # A crowd that is told to stop while it forks; its members end by themselves, but later.
-STOPPED = """
+STOPPED = f"""
 import os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from benchmarks import crowd
 
 fork = os.fork
@@ -37,12 +37,11 @@ crowd.main()
 """
 
 
-@pytest.mark.process
-def test_crowd_that_is_told_to_stop_leaves_nobody() -> None:
+def test_crowd_that_is_told_to_stop_leaves_nobody(tmp_path: Path, python: Path) -> None:
     """Its members have its standard output, so that ends only with the last of them."""
+    (tmp_path / "stopped.py").write_text(STOPPED)
     done = subprocess.run(
-        [sys.executable, "-c", STOPPED],
-        cwd=Path(__file__).parents[1],
+        [python, tmp_path / "stopped.py"],
         capture_output=True,
         text=True,
         timeout=40,

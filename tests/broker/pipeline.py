@@ -48,7 +48,7 @@ class Lines(Task):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         if not self.gate.is_set():
             self.held.set()
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
         return super().loss(model, batch)
 
 

@@ -58,7 +58,7 @@ class Redis:
 
     def listens(self) -> None:
         """Waits until somebody may connect."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while self._process.poll() is None and time.monotonic() < until:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
@@ -107,7 +107,7 @@ def redis(
 def said(port: int, *command: str, tls: ssl.SSLContext | None = None) -> bytes:
     """The reply of redis-cli's kind to a command without a password, as it comes over the wire."""
     with ExitStack() as stack:
-        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
         if tls is not None:
             wrapped = tls.wrap_socket(connection, server_hostname="127.0.0.1")
             connection = stack.enter_context(wrapped)
@@ -118,9 +118,9 @@ def said(port: int, *command: str, tls: ssl.SSLContext | None = None) -> bytes:
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Waits. AssertionError if it never holds."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, f"not within 20 s: {what}"
+        assert time.monotonic() < end, f"not within 60 s: {what}"
         time.sleep(0.02)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+import pytest_asyncio
 
 from tests.chaos.driver import run
 from tests.chaos.faults import ALONE, GATEWAYS, WITH_GATEWAY, Fault, Kind, plan
@@ -23,26 +25,33 @@ pytestmark = [
 ]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def zygote() -> AsyncIterator[Zygote]:
+    """What forks the services of all runs."""
+    async with Zygote() as zygote:
+        yield zygote
+
+
 def test_seeds_cover_every_kind_of_fault() -> None:
     drawn = {fault.kind for seed in SEEDS for fault in plan(seed, FAULTS).faults}
     assert drawn | {Kind.BLACKOUT} == set(ALONE), "BLACKOUT is for journal.sync always"
 
 
-async def test_runs_under_faults_keep_the_guarantees() -> None:
-    async with Zygote() as zygote:
-        for seed in SEEDS:
-            outcome = await run(plan(seed, FAULTS), zygote)
-            assert not outcome.complaints, told(outcome)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_runs_under_faults_keep_the_guarantees(zygote: Zygote) -> None:
+    for seed in SEEDS:
+        outcome = await run(plan(seed, FAULTS), zygote)
+        assert not outcome.complaints, told(outcome)
 
 
-async def test_devices_over_http_are_treated_as_trainers_are() -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_devices_over_http_are_treated_as_trainers_are(zygote: Zygote) -> None:
     """Requests are lost, repeated and late all the time, and the gateway is killed besides.
 
     Redis forgets which devices have enrolled, too.
     """
     drawn = plan(0, len(WITH_GATEWAY), WITH_GATEWAY, gateway=True)
-    async with Zygote() as zygote:
-        outcome = await run(replace(drawn, faults=tuple(map(aimed, drawn.faults))), zygote)
+    outcome = await run(replace(drawn, faults=tuple(map(aimed, drawn.faults))), zygote)
     assert not outcome.complaints, told(outcome)
     assert came_over_http(outcome) > 10
     for what in (

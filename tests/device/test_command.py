@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.support import wait_until
 
 pytestmark = pytest.mark.process
 
-COMMAND = (sys.executable, "-P", "-m", "fedstream", "device")
 PROGRAM = """
 import torch
 from torch.utils.data import TensorDataset
@@ -58,7 +56,7 @@ def x_tau(gateway: FakeGateway) -> Model:
 
 @pytest.fixture
 async def start(
-    tmp_path: Path, server: TestServer, gateway: FakeGateway, name: str
+    tmp_path: Path, server: TestServer, gateway: FakeGateway, name: str, python: Path
 ) -> AsyncIterator[Start]:
     """Starts device 7 with these options."""
     running: list[Process] = []
@@ -66,7 +64,8 @@ async def start(
     async def started(*options: str) -> Process:
         environment = {key: v for key, v in os.environ.items() if not key.startswith("FEDSTREAM_")}
         process = await asyncio.create_subprocess_exec(
-            *COMMAND,
+            python,
+            *("-P", "-m", "fedstream", "device"),
             "--url",
             str(server.make_url("/")),
             "--task",
@@ -186,12 +185,12 @@ PLAIN = Path(__file__).parents[2] / "examples" / "plain_device.py"
 
 @pytest.mark.process
 async def test_a_task_of_another_model_is_given_up_with_a_reason(
-    gateway: FakeGateway, server: TestServer, model: Model
+    gateway: FakeGateway, server: TestServer, model: Model, python: Path
 ) -> None:
     gateway.offer(model)
     url = str(server.make_url("/")).rstrip("/")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, PLAIN, url, gateway.invite(7), stderr=PIPE
+        python, PLAIN, url, gateway.invite(7), stderr=PIPE
     )
     _, err = await process.communicate()
     assert (process.returncode, gateway.given_up) == (1, [("task-1", "raised ValueError")])

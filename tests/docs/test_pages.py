@@ -7,6 +7,7 @@ import csv
 import json
 import re
 import shutil
+import subprocess
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,10 @@ needs_flower = pytest.mark.skipif(
 )
 needs_redis_7 = pytest.mark.skipif(redis_7() is None, reason="no Redis of version 7 or later")
 Open = Callable[..., Reader]
+SLOW = {  # devices leave time to what a reader types while the run goes on
+    "--versions 100000": "--versions 100000 --set devices.latency.kind=fixed"
+    " --set devices.latency.mean_s=0.3"
+}
 
 
 def newest(page: Reader) -> Path:
@@ -156,6 +161,19 @@ def test_own_policy(reader: Open) -> None:
 POISONED, SINCE, VERSIONS = 3, 100, 300  # docs/replay.md: a device, its first poison, the run
 
 
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory, quick_programs: Path) -> Path:
+    """The run of docs/replay.md, as short as a bisection can do with; its task lies beside it."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    [program] = (one.text for one in blocks("docs/replay.md") if "class Poisoned" in one.text)
+    (folder / "poisoned.py").write_text(program)
+    keys = ("scheduler.steps.n=15", "updater.norm_factor=0")
+    sets = [word for key in keys for word in ("--set", key)]
+    asked = ("--task", "poisoned.py:task", "--versions", "150", *sets, "--out", "run")
+    subprocess.run([quick_programs / "fedstream", "simulate", *asked], cwd=folder, check=True)
+    return folder / "run"
+
+
 def test_replay(reader: Open, any_redis: RedisSettings) -> None:
     with reader("docs/replay.md", instead={"URL": any_redis.url}) as page:
         page.save("poisoned.py")
@@ -219,7 +237,13 @@ def test_simulation(reader: Open, mnist: Path) -> None:
 
 
 def test_strategies(reader: Open) -> None:
-    with reader("docs/strategies.md") as page:
+    # What is said here holds for both, and a simulation takes a quarter of the time. Two of them
+    # that begin in the same second ask for the same folder.
+    simulated = {
+        "fedstream run": "rm -rf runs && fedstream simulate --versions 5",
+        "--trainers 8": "",
+    }
+    with reader("docs/strategies.md", instead=simulated) as page:
         page.follow()
         for table in ("participation", "solvers"):
             found = read(page.save("run.toml", "toml"), [])
@@ -228,7 +252,9 @@ def test_strategies(reader: Open) -> None:
 
 
 def test_own_strategy(reader: Open) -> None:
-    with reader("docs/tutorial/own-strategy.md") as page:
+    with reader(
+        "docs/tutorial/own-strategy.md", instead={"--versions 100": "--versions 20"}
+    ) as page:
         page.save("my_staleness.py")
         page.follow()
         page.save("my_rules.py")
@@ -311,7 +337,7 @@ def quickly(page: Reader, script: Path) -> None:
 
 
 def test_track(reader: Open) -> None:
-    with reader("docs/how-to/track.md") as page:
+    with reader("docs/how-to/track.md", instead={"--versions 60": "--versions 20"}) as page:
         page.follow()
         [events] = (page.folder / "runs/tracked/tensorboard").iterdir()
         assert (events / "model.safetensors").is_file()
@@ -346,10 +372,10 @@ def test_compare(reader: Open) -> None:
         assert "worst tenth" in page.said[next(c for c in page.said if "fedstream run" in c)]
 
 
-def test_browser(reader: Open) -> None:
-    with reader("docs/how-to/browser.md", instead={"--versions 300": "--versions 150"}) as page:
-        [program] = (one.text for one in blocks("docs/replay.md") if "class Poisoned" in one.text)
-        (page.folder / "poisoned.py").write_text(program)
+def test_browser(reader: Open, poisoned: Path) -> None:
+    [command] = re.findall(r"fedstream run .* --out", (ROOT / "docs/how-to/browser.md").read_text())
+    with reader("docs/how-to/browser.md", instead={command: f"cp -r {poisoned}"}) as page:
+        (page.folder / "poisoned.py").symlink_to(poisoned.with_name("poisoned.py"))
         page.follow("fedstream ui")
         paths = ("", "versions/12?to=10&models=1", "updates", "devices", "devices/3")
         for more in (paths, ("bisect",), ("beside",)):
@@ -499,7 +525,7 @@ def test_inspect(reader: Open) -> None:
 
 
 def test_quarantine(reader: Open) -> None:
-    with reader("docs/how-to/quarantine.md") as page:
+    with reader("docs/how-to/quarantine.md", instead=SLOW) as page:
         run = page.begin()
         page.wait(run, r"version [1-9]\d* of")
         page.follow()
@@ -515,7 +541,7 @@ def test_quarantine(reader: Open) -> None:
 
 
 def test_gateway(reader: Open) -> None:
-    with reader("docs/how-to/gateway.md") as page:
+    with reader("docs/how-to/gateway.md", instead=SLOW) as page:
         settings = read(page.save("gateway.toml", "toml"))
         assert settings.gateway.site in settings.coordinator.sites
         assert settings.gateway.tls_cert
@@ -558,7 +584,7 @@ def test_attest_devices(reader: Open) -> None:
 
 
 def test_devices_over_http(reader: Open) -> None:
-    with reader("docs/how-to/devices-over-http.md") as page:
+    with reader("docs/how-to/devices-over-http.md", instead=SLOW) as page:
         page.follow()
         out = newest(page)
         assert summary(out)["versions"] == 60
@@ -613,17 +639,13 @@ def test_alerts(reader: Open) -> None:
         change_production(page)
 
 
-def test_operate_kubernetes(reader: Open) -> None:
-    [task, *_] = blocks("docs/replay.md")
+def test_operate_kubernetes(reader: Open, poisoned: Path) -> None:
     environ = {"CLUSTER_JOURNAL": "made/journal"}
     with reader("docs/how-to/operate-kubernetes.md", environ) as page:
-        (page.folder / "task.py").write_text(task.text)
+        (page.folder / "task.py").symlink_to(poisoned.with_name("poisoned.py"))
+        (page.folder / "made").symlink_to(poisoned)
         for file in ("tls.crt", "tls.key", "ca.crt"):
             (page.folder / file).touch()
-        page.given(
-            "fedstream simulate --task task.py:task --versions 130 --out made"
-            " --set scheduler.steps.n=50 --set updater.norm_factor=0"
-        )
         for overlay in ("YOUR_OVERLAY", "FEDAVG"):
             (page.folder / overlay).mkdir()
             lines = ["resources: [../k8s/overlays/production-aof]", page.text("yaml")]

@@ -9,6 +9,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ SMALL = layout_of(parameters=5, buffers=2, integers=1)
 MOST = 64 << 20  # bytes of a model that a target makes
 
 
+@cache
 def targets() -> dict[str, Target]:
     """All of them, by name."""
     every = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,27 @@ def test_earlier_finds_are_refused(find: Path) -> None:
     assert attempt(targets()[find.parent.name], find.read_bytes()) == "refused"
 
 
-@pytest.mark.process
-def test_short_run_finds_nothing(tmp_path: Path) -> None:
+PROGRAM = f"""
+import sys
+
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.fuzz.__main__ import main
+
+sys.exit(main())
+"""
+
+
+def test_short_run_finds_nothing(tmp_path: Path, python: Path) -> None:
     table = tmp_path / "table.json"
-    inputs = 100 * len(targets())
-    command = [sys.executable, "-m", "tests.fuzz", "--inputs", str(inputs), "--jobs", "1"]
+    (tmp_path / "fuzz.py").write_text(PROGRAM)
+    inputs = 50 * len(targets())
+    command: list[str | Path] = [python, tmp_path / "fuzz.py", "--inputs", str(inputs)]
     done = subprocess.run(
-        [*command, "--json", str(table)], check=False, capture_output=True, text=True
+        [*command, "--jobs", "1", "--json", table],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(table.read_text())

@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.integration.command import (
     BLOBS,
     FILES,
-    SCRIPT,
     TEST_GUARD_S,
     Command,
     adds_up,
@@ -37,7 +37,7 @@ def pid_of(command: Command, name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def battered(tmp_path_factory: pytest.TempPathFactory) -> Command:
+def battered(tmp_path_factory: pytest.TempPathFactory, quick_programs: Path) -> Command:
     """A run of two devices, in which one of them, the gateway and the coordinator are killed."""
     folder = tmp_path_factory.mktemp("battered")
     (folder / "blobs.py").write_text(held(BLOBS, 40))
@@ -45,6 +45,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory) -> Command:
         folder,
         "--task blobs.py:task --versions 60 --devices-over-http 2",
         sets=("devices.latency={kind='fixed', mean_s=0.05}", "wire.update=int8"),
+        programs=quick_programs,
     )
     try:
         reached = 5
@@ -84,9 +85,14 @@ def test_updates_came_from_the_devices_over_https(battered: Command) -> None:
     assert f"device 0 of run {'demo'}" in (battered.out / "logs" / "device-0.log").read_text()
 
 
-def test_replay_makes_the_same_versions_bit_for_bit(battered: Command) -> None:
+def test_replay_makes_the_same_versions_bit_for_bit(
+    battered: Command, quick_programs: Path
+) -> None:
     done = subprocess.run(
-        [SCRIPT, "replay", battered.out], capture_output=True, text=True, check=False
+        [quick_programs / "fedstream", "replay", battered.out],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "60 of 60 versions identical" in done.stdout

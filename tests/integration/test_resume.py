@@ -174,6 +174,7 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
         tmp_path,
         "--task blobs.py:task --versions 60 --trainers 1",
         sets=("devices.latency={kind='fixed', mean_s=0.05}", "journal.sync=always"),
+        programs=quick_programs,
     )
     try:
         command.reaches(12)
@@ -188,7 +189,7 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
     elsewhere = tmp_path / "elsewhere"  # the task's file is found from there too
     elsewhere.mkdir()
     resumed = ("--resume", TRUST, "--trainers", "1")
-    interrupted = Command(elsewhere, *resumed, out=command.out)
+    interrupted = Command(elsewhere, *resumed, out=command.out, programs=quick_programs)
     try:
         interrupted.reaches(20)
         interrupted.interrupt()
@@ -197,7 +198,7 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(
         interrupted.clean_up()
     assert 12 <= interrupted.summary["versions_before"] < interrupted.summary["versions"] < 60
     command.go()
-    again = Command(elsewhere, *resumed, out=command.out)
+    again = Command(elsewhere, *resumed, out=command.out, programs=quick_programs)
     try:
         assert again.ended() == 0, again.stdout + again.stderr
     finally:

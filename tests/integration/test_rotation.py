@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from tests.broker.servers import Redis, redis, redis_7, said
-from tests.integration.command import BLOBS, SCRIPT, TEST_GUARD_S, Command, adds_up, wait_until
+from tests.integration.command import BLOBS, TEST_GUARD_S, Command, adds_up, wait_until
 
 pytestmark = [
     pytest.mark.process,
@@ -98,19 +98,22 @@ def rotation(tmp_path: Path) -> Iterator[Rotation]:
         yield made
 
 
-def test_certificates_and_passwords_rotate_under_load(rotation: Rotation, tmp_path: Path) -> None:
+def test_certificates_and_passwords_rotate_under_load(
+    rotation: Rotation, tmp_path: Path, quick_programs: Path
+) -> None:
     (tmp_path / "blobs.py").write_text(BLOBS)
     sets = (
         "redis.username=all",
         f"redis.password_file={rotation.password}",
         f"redis.tls.ca={rotation.ca}",
-        "devices.latency={kind='fixed', mean_s=0.05}",
+        "devices.latency={kind='fixed', mean_s=0.2}",
     )
     command = Command(
         tmp_path,
         "--task blobs.py:task --versions 1000000 --devices-over-http 2",
         f"--redis rediss://127.0.0.1:{rotation.redis.port}/0",
         sets=sets,
+        programs=quick_programs,
     )
     try:
         command.reaches(_MORE)
@@ -145,7 +148,10 @@ def test_certificates_and_passwords_rotate_under_load(rotation: Rotation, tmp_pa
     for log in (command.out / "logs").glob("*.log"):
         assert "Traceback" not in log.read_text(), log.name
     done = subprocess.run(
-        [SCRIPT, "replay", command.out], capture_output=True, text=True, check=False
+        [quick_programs / "fedstream", "replay", command.out],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{summary['versions']} of {summary['versions']} versions identical" in done.stdout

@@ -133,7 +133,9 @@ def test_no_process_is_left_behind(digits: Digits) -> None:
 
 
 @pytest.fixture(scope="module")
-def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -> Command:
+def battered(
+    tmp_path_factory: pytest.TempPathFactory, folders: list[Command], quick_programs: Path
+) -> Command:
     """A run in which every service is killed once, each a few versions after the other."""
     folder = tmp_path_factory.mktemp("battered")
     (folder / "blobs.py").write_text(held(BLOBS, 40))
@@ -141,6 +143,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
         folder,
         "--task blobs.py:task --versions 90",
         sets=("devices.latency={kind='fixed', mean_s=0.15}",),
+        programs=quick_programs,
     )
     folders.append(command)
     reached = 5

@@ -44,10 +44,18 @@ def left(tmp_path: Path) -> list[str]:
 
 
 def at(
-    tmp_path: Path, number: str, event: str, about: str, passes: int, *arguments: str
+    tmp_path: Path,
+    number: str,
+    event: str,
+    about: str,
+    *arguments: str,
+    python: Path | str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
-    """`fedstream` with a signal at a moment, to its end."""
-    command = [sys.executable, str(AT), number, event, about, str(passes), *arguments]
+    """`fedstream` with a signal at a moment, to its end.
+
+    ``python``: one that forks (tests/preloaded), for moments after the imports.
+    """
+    command = [python, str(AT), number, event, about, *arguments]
     return subprocess.run(
         command,
         capture_output=True,
@@ -76,14 +84,14 @@ def test_service_stopped_during_startup_exits_cleanly(
     tmp_path: Path, number: str, role: str, event: str, about: str
 ) -> None:
     (tmp_path / "run.toml").write_text("")
-    done = at(tmp_path, number, event, about, 0, role, "--config", "run.toml")
+    done = at(tmp_path, number, event, about, role, "--config", "run.toml")
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == f"fedstream: {number} during start-up\n"
 
 
 def test_service_stopped_while_loading_its_task_logs_it(tmp_path: Path) -> None:
     where = ("--set", "redis.url=redis://127.0.0.1:1")
-    done = at(tmp_path, "SIGTERM", "import", "torch._", 0, "evaluator", *where)
+    done = at(tmp_path, "SIGTERM", "import", "torch._", "evaluator", *where)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stderr.splitlines()[-1])["event"] == "stopped"
 
@@ -107,7 +115,7 @@ COMMANDS = {
 def test_command_interrupted_while_loading_leaves_nothing(
     tmp_path: Path, number: str, command: str, about: str
 ) -> None:
-    done = at(tmp_path, number, "import", about, 0, *COMMANDS[command])
+    done = at(tmp_path, number, "import", about, *COMMANDS[command])
     assert (done.returncode, done.stdout) == (130, "")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
@@ -126,9 +134,9 @@ def test_command_interrupted_while_loading_leaves_nothing(
     ],
 )
 def test_run_interrupted_before_writing_leaves_nothing(
-    tmp_path: Path, event: str, about: str
+    tmp_path: Path, event: str, about: str, python: Path
 ) -> None:
-    done = at(tmp_path, "SIGTERM", event, about, 0, *COMMANDS["run"])
+    done = at(tmp_path, "SIGTERM", event, about, *COMMANDS["run"], python=python)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert not (tmp_path / "out").exists()
     assert left(tmp_path) == []
@@ -136,9 +144,9 @@ def test_run_interrupted_before_writing_leaves_nothing(
 
 @pytest.mark.parametrize(("event", "about"), [("open", ".run.toml"), ("open", "evaluator.log")])
 def test_run_interrupted_while_starting_services_stops_them(
-    tmp_path: Path, event: str, about: str
+    tmp_path: Path, event: str, about: str, python: Path
 ) -> None:
-    done = at(tmp_path, "SIGTERM", event, about, 0, *COMMANDS["run"])
+    done = at(tmp_path, "SIGTERM", event, about, *COMMANDS["run"], python=python)
     assert done.returncode == 130, done.stderr
     assert done.stderr == ""
     assert "SIGTERM: stopping the services" in done.stdout
@@ -234,7 +242,7 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_interrupted_simulation_writes_what_it_has(tmp_path: Path) -> None:
+def test_interrupted_simulation_writes_what_it_has(tmp_path: Path, python: Path) -> None:
     """Also where the signal comes while the files are written."""
     for event, about, state in (
         ("open", "run.toml", "interrupted"),
@@ -242,7 +250,7 @@ def test_interrupted_simulation_writes_what_it_has(tmp_path: Path) -> None:
     ):
         out = tmp_path / state
         command = ("simulate", "--out", str(out), "--versions", "5")
-        done = at(tmp_path, "SIGTERM", event, about, 0, *command)
+        done = at(tmp_path, "SIGTERM", event, about, *command, python=python)
         assert done.returncode == {"interrupted": 130, "finished": 0}[state], done.stderr
         assert "Traceback" not in done.stderr
         assert json.loads((out / "summary.json").read_text())["state"] == state

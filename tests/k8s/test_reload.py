@@ -382,7 +382,7 @@ def test_sentinels_take_up_passwords_at_once_and_certificates_in_turn(
         assert first.process.poll() is None, "it is not its turn"
         os.utime(pod.tls / "tls.crt", (0, 0))
         first.reload()
-        assert first.process.wait(20) == 0
+        assert first.process.wait(60) == 0
         assert reload().returncode == 0
         first.start()
         until(

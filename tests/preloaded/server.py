@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -145,6 +146,7 @@ def become(
     os.chdir(folder)
     os.environ.clear()
     os.environb.update(environ)
+    tempfile.tempdir = None  # TMPDIR may be another
     if "FEDSTREAM_PARENT" in os.environ:  # the client looks after the real one
         os.environ["FEDSTREAM_PARENT"] = str(os.getppid())
     sys.argv = ["fedstream", *arguments]
@@ -194,6 +196,9 @@ def main() -> None:
                     command()
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):  # as an interpreter does
+                sys.stderr.write(f"{code}\n")
+                code = 1
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(code if isinstance(code, int) else 0)  # to clear up torch takes a second

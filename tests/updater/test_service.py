@@ -332,7 +332,7 @@ async def test_updater_is_alive_during_a_slow_version_0(
     create_run = updater._create_run
 
     def slowly() -> Any:
-        assert ready.wait(10)
+        assert ready.wait(60)
         return create_run()
 
     monkeypatch.setattr(updater, "_create_run", slowly)

@@ -205,7 +205,7 @@ async def test_draining_replica_keeps_its_tasks_and_leaves_them_to_others(
         assert await under_way.status() == 200
         under_way.close()
         assert (await moves.posts(other, moves.data)).receipt == (200, "admitted", None)
-        await asyncio.wait_for(one.work, 30)
+        await asyncio.wait_for(one.work, 60)
 
 
 async def test_open_task_may_be_elsewhere_for_no_longer_than_a_lease(

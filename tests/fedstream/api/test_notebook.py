@@ -15,9 +15,8 @@ pytestmark = pytest.mark.process
 
 GUARD_S = 120.0
 CELL = """
-import os, sys
+import os
 os.chdir({folder!r})
-sys.executable = {python!r}
 import fedstream, torch
 from torch.utils.data import TensorDataset
 
@@ -32,8 +31,8 @@ run = fedstream.run(Mine, versions=100_000, trainers=1, out="out")
 
 
 @pytest.fixture
-def kernel() -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
-    manager, client = start_new_kernel()
+def kernel(kernel_name: str) -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
+    manager, client = start_new_kernel(kernel_name=kernel_name)
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
@@ -51,10 +50,10 @@ def messages(client: BlockingKernelClient, asked: str) -> Iterator[tuple[str, di
 
 
 def test_the_stop_button_ends_the_run_and_leaves_its_results(
-    kernel: tuple[KernelManager, BlockingKernelClient], tmp_path: Path, python: Path
+    kernel: tuple[KernelManager, BlockingKernelClient], tmp_path: Path
 ) -> None:
     manager, client = kernel
-    asked = client.execute(CELL.format(folder=str(tmp_path), python=str(python)))
+    asked = client.execute(CELL.format(folder=str(tmp_path)))
     kinds, stopped, error = set(), False, {}
     for kind, content in messages(client, asked):
         kinds.add(kind)

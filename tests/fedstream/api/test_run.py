@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 import fedstream
 from fedstream.api import progress
+from tests.preloaded import descendants
 from tests.support import wait_until
 
 pytestmark = pytest.mark.process
@@ -28,7 +28,6 @@ SCRIPT = """
 
     import fedstream
 
-    sys.executable = sys.argv[1]  # the services start with it
     SHIFT = 3.0  # a global of this script, which the services need
 
 
@@ -47,7 +46,7 @@ SCRIPT = """
 
 
     async def main():
-        return fedstream.run(Mine(), versions=int(sys.argv[2]), trainers=1, out=sys.argv[3])
+        return fedstream.run(Mine(), versions=int(sys.argv[1]), trainers=1, out=sys.argv[2])
 
 
     run = asyncio.run(main())
@@ -62,7 +61,7 @@ def script(tmp_path: Path, python: Path) -> Callable[..., subprocess.Popen[str]]
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "mine.py", python, *map(str, arguments)],
+            [python, "mine.py", *map(str, arguments)],
             cwd=tmp_path,
             text=True,
             stdout=subprocess.PIPE,
@@ -87,12 +86,12 @@ def test_an_unguarded_script_with_a_task_of_its_own_and_an_event_loop(
 
 
 async def test_a_caller_that_is_killed_leaves_results_and_no_process(
-    script: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    script: Callable[..., subprocess.Popen[str]], tmp_path: Path, python: Path
 ) -> None:
     started = script(100_000, "killed")
     table = tmp_path / "killed" / "journal"
     await wait_until(lambda: any(file.stat().st_size > 100_000 for file in table.glob("*")), 60)
-    family = psutil.Process(started.pid).children(recursive=True)
+    family = descendants(psutil.Process(started.pid), python.parent)
     assert family
     started.kill()
     started.communicate()

@@ -119,13 +119,13 @@ def test_error_is_one_line_with_its_exit_code(
 
 
 @pytest.mark.process
-def test_closed_pipe_ends_a_command_without_a_word() -> None:
+def test_closed_pipe_ends_a_command_without_a_word(python: Path) -> None:
     """As `head` does once it has read enough."""
     read, write = os.pipe()
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "fedstream", "plugins"],
+            [python, "-m", "fedstream", "plugins"],
             stdout=write,
             stderr=subprocess.PIPE,
             check=False,

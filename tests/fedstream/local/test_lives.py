@@ -46,7 +46,7 @@ def has_ended(pid: int) -> bool:
     return True
 
 
-async def test_output_is_appended_to_the_log_and_the_exit_code_told(
+async def test_a_service_is_its_own_process_whose_exit_code_and_output_are_told(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     log = tmp_path / "one.log"
@@ -59,12 +59,7 @@ async def test_output_is_appended_to_the_log_and_the_exit_code_told(
     for late in (life.terminate, life.kill):
         with suppress(ProcessLookupError):
             late()
-
-
-async def test_a_service_is_its_own_process_with_its_own_environment(
-    launcher: Launcher, tmp_path: Path
-) -> None:
-    life = await launcher.start(SERVICE, NOWHERE, log := tmp_path / "one.log")
+    life = await launcher.start(SERVICE, NOWHERE, log := tmp_path / "two.log")
     process = await begun(life, log)
     assert SERVICE[0] in " ".join(process.cmdline())
     assert os.getsid(life.pid) == life.pid
@@ -72,25 +67,32 @@ async def test_a_service_is_its_own_process_with_its_own_environment(
     assert life.returncode is None
     life.terminate()
     assert await life.wait() == 0
-    life = await launcher.start(SERVICE, NOWHERE, tmp_path / "two.log")
+    life = await launcher.start(SERVICE, NOWHERE, tmp_path / "three.log")
     life.kill()
     assert await life.wait() == life.returncode == -signal.SIGKILL
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forking is safe on Linux alone")
-async def test_services_end_with_their_fork_server_and_the_next_has_a_new_one(
-    tmp_path: Path,
-) -> None:
-    with ForkServer() as launcher:
-        first = await launcher.start(SERVICE, NOWHERE, log := tmp_path / "one.log")
-        server = (await begun(first, log)).parent()
-        assert server is not None
-        assert server.ppid() == os.getpid()
-        server.kill()
-        assert await first.wait() == -signal.SIGKILL
-        await wait_until(lambda: has_ended(first.pid))
-        second = await launcher.start(["--version"], NOWHERE, log := tmp_path / "two.log")
-        assert await second.wait() == 0
+async def test_many_start_before_the_fork_server_can_and_they_end_with_it(tmp_path: Path) -> None:
+    """More than a socket holds while the fork server imports: an environment may be large."""
+    large = NOWHERE | {"LARGE": "x" * 50_000}
+    logs = [tmp_path / f"{n}.log" for n in range(12)]
+    async with asyncio.timeout(120):
+        with ForkServer() as launcher:
+            starts = (
+                launcher.start(SERVICE if n == 0 else ["--version"], large, log)
+                for n, log in enumerate(logs)
+            )
+            first, *others = await asyncio.gather(*starts)
+            assert [await life.wait() for life in others] == [0] * 11
+            server = (await begun(first, logs[0])).parent()
+            assert server is not None
+            assert server.ppid() == os.getpid()
+            server.kill()
+            assert await first.wait() == -signal.SIGKILL
+            await wait_until(lambda: has_ended(first.pid))
+    assert len({life.pid for life in (first, *others)}) == 12
+    for log in logs[1:]:
         assert log.read_text() == f"fedstream {__version__}\n"
 
 
@@ -103,21 +105,6 @@ async def test_fork_server_that_cannot_start_is_an_error_of_the_start(
         for _ in range(2):
             with pytest.raises(OSError, match="the process that forks services has ended"):
                 await launcher.start(["--version"], NOWHERE, tmp_path / "log")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forking is safe on Linux alone")
-async def test_many_are_started_at_once_also_before_the_first_can_be(tmp_path: Path) -> None:
-    """More than a socket holds while the fork server imports: an environment may be large."""
-    large = NOWHERE | {"LARGE": "x" * 50_000}
-    logs = [tmp_path / f"{n}.log" for n in range(12)]
-    async with asyncio.timeout(25):
-        with ForkServer() as launcher:
-            starts = (launcher.start(["--version"], large, log) for log in logs)
-            lives = await asyncio.gather(*starts)
-            assert [await life.wait() for life in lives] == [0] * 12
-    assert len({life.pid for life in lives}) == 12
-    for n in range(12):
-        assert (tmp_path / f"{n}.log").read_text() == f"fedstream {__version__}\n"
 
 
 FORKS_ITSELF = """

@@ -154,7 +154,7 @@ async def test_program_that_may_end_is_restarted_only_after_a_failure(tmp_path: 
     told.add([Program("device-1", "device", ("--x",), 1.0, ends=True, environment={"SECRET": "y"})])
     [child] = told.children
     assert child._keeper is not None
-    await asyncio.wait_for(child._keeper, 10)
+    await asyncio.wait_for(child._keeper, 60)
     assert told.said == ["device-1 was killed by SIGKILL; restarting it in 0.001 s"]
     assert (told.restarts, told.why) == ({"device-1": 1}, "")
     words, environment = launcher.asked[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -249,12 +248,12 @@ def test_own_code_that_raises_is_shown_from_its_first_frame_on() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("command", ["run", "sweep"])
-def test_commands_report_it_alike(command: str, tmp_path: Path) -> None:
+def test_commands_report_it_alike(command: str, tmp_path: Path, python: Path) -> None:
     out = tmp_path / "runs" / "out"
     options = {"sweep": ("--over", "solver.lr=0.1,0.2")}.get(command, ())
     asked = (command, "--task", f"{__file__}:AllDamaged", "--out", str(out), *options)
     done = subprocess.run(
-        [sys.executable, "-m", "fedstream", *asked], capture_output=True, text=True, check=False
+        [python, "-m", "fedstream", *asked], capture_output=True, text=True, check=False
     )
     trace, frame, *_, said = done.stderr.splitlines()
     assert done.returncode == 2

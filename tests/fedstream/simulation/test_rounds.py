@@ -275,7 +275,7 @@ def live(given: Settings, devices: int, broken: set[int], count: int) -> History
     return told[:count]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     batch=st.integers(1, 6),
     more=st.integers(0, 3),
@@ -322,8 +322,8 @@ def test_rounds_are_the_same_live_and_simulated(
             f"participation={groups}",
         ],
     )
-    told = simulated(given, devices, broken, 40)
-    assert told == live(given, devices, broken, 40)
+    told = simulated(given, devices, broken, 20)
+    assert told == live(given, devices, broken, 20)
     assert all(one[3] == one[4] for one in told if len(one) > 3), "nobody is late"
 
 

@@ -130,7 +130,8 @@ SOLVERS = {
 @pytest.mark.parametrize(
     ("module", "solver", "steps"),
     [
-        *(("perceptron", solver, "uniform") for solver in SOLVERS),
+        ("perceptron", "proximal", "uniform"),
+        ("perceptron", "all", "uniform"),
         ("perceptron", "scaffold", "epochs"),
         *(("regression", solver, "uniform") for solver in SOLVERS),
         ("regression", "plain", "fixed"),
@@ -145,7 +146,7 @@ def test_batched_training_equals_sequential_training(
     monkeypatch.setattr("fedstream.simulation.stacked._OFTEN", 2)  # some steps with, some without
     monkeypatch.setattr("fedstream.simulation.stacked._PART", 2)
     rule = () if sets == SCAFFOLD else AFA
-    about = (*rule, *sets, f"scheduler.steps.kind={steps}", "run.versions=5")
+    about = (*rule, *sets, f"scheduler.steps.kind={steps}", "run.versions=3")
     alone = run(*about, "simulation.batched=false", task=Small(made))
     together = run(*about, f"simulation.threads={threads}", task=Small(made))
     assert (alone.together, together.together >= 8) == (0, True)
@@ -185,7 +186,8 @@ def test_batched_minibatches_are_those_each_device_draws(sampling: str, size: in
     ids=["dropout", "batch norm", "a loss that looks"],
 )
 def test_unbatchable_models_are_trained_sequentially(task: Task) -> None:
-    found, alone = run(*AFA, task=task), run(*AFA, "simulation.batched=false", task=task)
+    about = (*AFA, "run.versions=3")
+    found, alone = run(*about, task=task), run(*about, "simulation.batched=false", task=task)
     assert (found.state, found.together) == ("finished", 0)
     assert found.model.digest() == alone.model.digest()
 
@@ -431,7 +433,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_device_on_which_the_task_raises_rests(name: str, tmp_path: Path) -> None:
     """Whether or not devices train together, the plan is the same."""
-    about = (*PLANS[name], "run.versions=40")
+    about = (*PLANS[name], "run.versions=16")
     found = run(*about, task=Raising(2), journal=tmp_path / "journal")
     alone = run(*about, "simulation.batched=false", task=Raising(2))
     together, one_by_one = (
@@ -439,13 +441,13 @@ def test_device_on_which_the_task_raises_rests(name: str, tmp_path: Path) -> Non
         for versions in (found.versions, alone.versions)
     )
     assert together == one_by_one
-    assert (found.state, found.why) == ("finished", "version 40 reached")
+    assert (found.state, found.why) == ("finished", "version 16 reached")
     [(reason, count)] = found.given_up.items()
     assert reason == "raised IndexError"
     [(device, (failures, error))] = found.failing.items()
     assert (device, failures) == (2, count)
     assert error.startswith("IndexError: Target")
-    assert 2 <= count < 15, "it is asked less and less often"
+    assert 2 <= count < 8, "it is asked less and less often"
     trained = {update.device for made in found.versions for update in made.updates}
     assert trained == {0, 1, 3, 4, 5}
     if "rounds" in name:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -188,12 +187,12 @@ def test_a_killed_process_ends_the_sweep_with_advice() -> None:
 
 @pytest.mark.process
 def test_an_interrupted_sweep_keeps_what_has_finished(
-    command: Command, task: str, tmp_path: Path
+    command: Command, task: str, tmp_path: Path, python: Path
 ) -> None:
     over = ("--over", "solver.lr=0.1,0.2,0.3,0.4", "--repeats", "25")
     arguments = ("sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", *over)
     sweep = subprocess.Popen(
-        [sys.executable, "-m", "fedstream", *map(str, arguments)],
+        [python, "-m", "fedstream", *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
