@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 
@@ -26,7 +25,6 @@ from fedstream.history.live.snapshot import (
     SeenTask,
     SeenWorker,
     Snapshot,
-    ToldEvent,
 )
 from fedstream.settings.config import Settings
 
@@ -38,38 +36,28 @@ _READ = 1000  # events, and versions, in one exchange
 _REGISTER_S = 5.0  # between two readings of how trainers describe themselves
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A snapshot, and the events since the snapshot before it."""
-
-    snapshot: Snapshot
-    news: list[ToldEvent]
-    is_anew: bool  # the first snapshot, or Redis lacks events since the last one
-    seconds: float  # of this process's time, without waiting
-
-
 class Collector:
     """Collects snapshots of one run."""
 
     def __init__(self, ledger: LivePageLedger, settings: Settings) -> None:
         self._ledger = ledger
         self._settings = settings
-        self._began = 0.0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._recent = Recent()
         self._event = self._version = BEGINNING
-        self._is_anew = True
-        self._untold: list[ToldEvent] = []  # since the last look that went well
         self._open: dict[str, OpenTask] = {}
         self._place: Bookmark | None = None
         self._seen: dict[str, tuple[Phase, float]] = {}  # task -> phase, since
         self._described: dict[str, Described] = {}
         self._described_at = 0.0
 
-    async def look(self) -> Collected:
-        """Collect a snapshot. Raises NoRun until the run exists, and the client's errors."""
+    async def look(self) -> tuple[Snapshot, float]:
+        """Collect a snapshot; returns the seconds of this process's time, too, without waiting.
+
+        Raises NoRun until the run exists, and the client's errors.
+        """
         try:
             return await self._looked()
         except FedstreamError:
@@ -78,7 +66,7 @@ class Collector:
             self._begin_anew()
             raise
 
-    async def _looked(self) -> Collected:
+    async def _looked(self) -> tuple[Snapshot, float]:
         spent = _Stopwatch()
         tally, opened = await self._ledger.opened(self._place)
         on_their_way = [] if opened.all_tasks else self._on_their_way()
@@ -105,7 +93,6 @@ class Collector:
             self._described_at = tally.now
         leading = await self._ledger.leading()
         with spent:
-            self._began = self._began or tally.now
             tasks = self._placed(tally, admitted, held)
             workers = tuple(
                 _worker(name, at, self._described[name]) for name, at in sorted(heard.items())
@@ -118,9 +105,6 @@ class Collector:
                 settings=self._settings,
                 tally=tally,
                 now=tally.now,
-                position=self._event,
-                moved=recent.moved or tally.run.created,
-                began=self._began,
                 memory=memory,
                 tasks=tuple(tasks[:_SHOWN]),
                 phases={phase: phases[phase] for phase in PHASES},
@@ -135,9 +119,7 @@ class Collector:
                 gauged=recent.gauged.newest(),
                 told=tuple(recent.told),
             )
-        is_anew, self._is_anew = self._is_anew, False
-        news, self._untold = self._untold, []
-        return Collected(snapshot, news, is_anew, spent.seconds)
+        return snapshot, spent.seconds
 
     async def _caught_up(self, spent: _Stopwatch) -> bool:
         """Read until there is nothing new; False if something may be missing."""
@@ -147,7 +129,7 @@ class Collector:
                 return False
             with spent:
                 self._recent.publish(some.versions)
-                self._untold += self._recent.tell(some.events)
+                self._recent.tell(some.events)
                 self._event = some.events[-1].id if some.events else self._event
                 self._version = some.versions[-1].id if some.versions else self._version
             if some.is_all:

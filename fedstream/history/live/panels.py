@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import markupsafe
 import numpy as np
 
+from fedstream.core.messages import Event
 from fedstream.history import charts
 from fedstream.history.charts import Chart
 from fedstream.history.devices import DeviceTable, devices_of
 from fedstream.history.display import duration, failing
 from fedstream.history.live.alarms import alarms
 from fedstream.history.live.flow import flow
+from fedstream.history.live.recent import is_measurement
 from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.history.table import RowArray, is_used_row
 from fedstream.history.ui.pages import LABELS, facts_of_device
 from fedstream.history.ui.templating import rendered
-from fedstream.terminal import measure
+from fedstream.runtime.text import escaped
+from fedstream.terminal import measure, number, spaced
 from fedstream.trainer.goals import best_of, goal_of
 
 SHOWN = 50  # devices in the table: the first by the column that it is sorted by
 _METRICS = 4  # in the headline
 _DRAWN = 2  # metrics with charts of their own
+_TEXT = 300  # characters of an error that is shown
 
 
 def headline_html(snapshot: Snapshot, *, away_s: float = 0.0) -> str:
@@ -178,6 +183,34 @@ def device_html(snapshot: Snapshot, device: int) -> str:
     )
 
 
+def events_html(snapshot: Snapshot) -> str:
+    """The newest events, newest first."""
+    return rendered("live/events.html", events=[event_line(one) for one in reversed(snapshot.told)])
+
+
+def event_line(event: Event) -> tuple[float, str, str]:
+    """An event's time, its kind, and its text."""
+    if is_measurement(event):
+        said = [f"{name} {measure(value)}" for name, value in (event.metrics or {}).items()]
+        return event.time, "measured", f"version {event.version}: {', '.join(said)}"
+    words = [
+        f"{name} {number(value)}"
+        for name, value in (("device", event.device), ("version", event.version))
+        if value is not None
+    ]
+    if event.outcome is None:
+        text = (event.text or "").strip().rpartition("\n")[2][:_TEXT]
+        words = [event.service, *words, spaced(event.reason or ""), text]
+    else:
+        if event.reason:
+            words.append(f"because {spaced(event.reason)}")
+        if event.staleness is not None:
+            words.append(f"staleness {event.staleness}")
+        if event.weight is not None:
+            words.append(f"weight {number(event.weight, 3)}")
+    return event.time, spaced(event.outcome or event.what), " · ".join(filter(None, words))
+
+
 @dataclass(frozen=True)
 class LivePanel:
     """A part of the live page, sent again whenever it has changed."""
@@ -193,5 +226,17 @@ PANELS = (
     LivePanel("staleness", "Staleness", staleness_html),
     LivePanel("alarms", "Alerts", alarms_html),
     LivePanel("devices", "Devices", devices_html),
+    LivePanel("events", "Newest events", events_html),
 )
 """In the order in which they are shown."""
+
+
+def parts_of(snapshot: Snapshot) -> dict[str, str]:
+    """All parts of the page that change, as HTML by name."""
+    run = snapshot.tally.run
+    state = f"{run.state}: {run.why}" if run.why else run.state
+    return {
+        "state": str(markupsafe.escape(escaped(state))),
+        "headline": headline_html(snapshot),
+        **{panel.name: panel.html(snapshot) for panel in PANELS},
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
@@ -87,10 +87,6 @@ class SeenMetrics:
     metrics: Mapping[str, float]
 
 
-ToldEvent: TypeAlias = tuple[str, Event]
-"""An event with its id in the stream; its time has a date, and its text is short."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Per second, over the last ``over_s`` seconds; all zero until that is known."""
@@ -99,8 +95,6 @@ class Rates:
     issued: float = 0.0
     used: float = 0.0  # applied and buffered
     refused: float = 0.0
-    given_up: float = 0.0
-    dead: float = 0.0
     versions: float = 0.0
 
 
@@ -120,9 +114,6 @@ class Snapshot:
     settings: Settings  # the coordinator's: limits, the rule's parameters, leases
     tally: Tally  # run, head (with quarantines), counts and reasons, queue, triggers, inboxes
     now: float
-    position: str  # id of the newest event that is part of this snapshot
-    moved: float  # when the newest event or version was told; the run's creation if there is none
-    began: float  # when somebody began to look; gauges, rates and phases know nothing before
     memory: RedisMemory
     tasks: tuple[SeenTask, ...]  # oldest first, at most 1,000
     phases: Mapping[Phase, int]  # of all open tasks
@@ -135,7 +126,7 @@ class Snapshot:
     reasons: tuple[str, ...]  # of ``ended``
     made: RowArray  # of versions, as rows of MADE: the newest 16,384
     gauged: RowArray  # of GAUGED: at most 1,800
-    told: tuple[ToldEvent, ...]  # the newest 50 of outcomes, errors, strays and changes
+    told: tuple[Event, ...]  # the newest 50; their times have a date, their texts are short
     pushes: SeenPushes = SeenPushes()
 
     @property

@@ -35,9 +35,9 @@ class Served:
         self.stop = stop
 
     @asynccontextmanager
-    async def stream(self, after: str = "", **headers: str) -> AsyncIterator[Stream]:
+    async def stream(self) -> AsyncIterator[Stream]:
         """The stream of changes, as a browser reads it."""
-        async with self.http.get(f"/live/stream?after={after}", headers=headers) as answer:
+        async with self.http.get("/live/stream") as answer:
             assert answer.status == 200, await answer.text()
             yield Stream(answer)
 
@@ -47,7 +47,6 @@ class Stream:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
-        self.last_id = ""
 
     async def next(self) -> tuple[str, Any]:
         """The next event: its name and its data."""
@@ -64,7 +63,6 @@ class Stream:
                     continue
                 name, _, value = line.rstrip("\n").partition(": ")
                 fields[name] = value
-        self.last_id = fields.get("id", self.last_id)
         return fields["event"], json.loads(fields["data"])
 
     async def until(self, name: str) -> Any:
