@@ -68,7 +68,8 @@ class Broadcast:
     async def run(self, stop: asyncio.Event) -> None:
         """Draw pictures while there are viewers, until stop; then the last one, for the end."""
         while not stop.is_set():
-            if not self._is_wanted():
+            self._wake.clear()
+            if not self.viewers and time.monotonic() >= self._seen_until:
                 # Forget the picture: the next viewer must not see an old one.
                 self.picture, self.trouble = None, None
                 await _either(self._wake, stop)
@@ -79,10 +80,6 @@ class Broadcast:
             await self._step()
         self.is_over = True
         self._tell_all()
-
-    def _is_wanted(self) -> bool:
-        self._wake.clear()
-        return self.viewers > 0 or time.monotonic() < self._seen_until
 
     async def _step(self) -> float:
         """Show one picture; returns the processor time that it took, 0 for the first one."""
@@ -96,7 +93,7 @@ class Broadcast:
         except Exception as error:  # an error of the page must not end its coordinator
             if not isinstance(self.trouble, PageFault):
                 self._fault(error)
-            self.trouble, spent = PageFault(fault_text(error, "what it shows is old")), _MOST_S
+            self.trouble, spent = _fault_of(error), _MOST_S
         else:
             spent = picture.seconds if self.picture is not None else 0.0
             self._drawn, self.trouble = time.monotonic(), None
@@ -166,10 +163,11 @@ class Broadcast:
         return self._encoded[seen]
 
 
-def fault_text(error: Exception, effect: str = "") -> str:
-    """What viewers are told of an error of the page's own code."""
-    text = f"a fault of this page ({type(error).__name__}; the coordinator's log says more)"
-    return f"{text}: {effect}" if effect else text
+def _fault_of(error: Exception) -> PageFault:
+    return PageFault(
+        f"a fault of this page ({type(error).__name__}; the coordinator's log says more): what it "
+        "shows is old"
+    )
 
 
 def _words(error: FedstreamError) -> str:

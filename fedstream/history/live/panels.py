@@ -19,13 +19,12 @@ from fedstream.history.live.recent import is_measurement
 from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.history.table import RowArray, is_used_row
-from fedstream.history.ui.pages import LABELS, facts_of_device
 from fedstream.history.ui.templating import rendered
 from fedstream.runtime.text import escaped
 from fedstream.terminal import measure, number, spaced
 from fedstream.trainer.goals import best_of, goal_of
 
-SHOWN = 50  # devices in the table: the first by the column that it is sorted by
+SHOWN = 50  # devices in the table
 _METRICS = 4  # in the headline
 _DRAWN = 2  # metrics with charts of their own
 _TEXT = 300  # characters of an error that is shown
@@ -47,14 +46,14 @@ def headline_html(snapshot: Snapshot, *, away_s: float = 0.0) -> str:
 
 
 def _pace(snapshot: Snapshot) -> str:
-    tally, rates = snapshot.tally, snapshot.rates
+    tally, pace = snapshot.tally, snapshot.rate("version")
     left = tally.run.versions - tally.head.version
     if tally.run.state == "finished":
         took = (tally.run.finished or tally.head.time) - tally.run.created
         return f"finished: {tally.run.why} · took {duration(max(0.0, took))}"
-    if not rates.versions or left <= 0:
+    if not pace or left <= 0:
         return ""
-    return f"{rates.versions:.3g} versions/s, {duration(left / rates.versions)} left"
+    return f"{pace:.3g} versions/s, {duration(left / pace)} left"
 
 
 def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
@@ -98,28 +97,14 @@ def curves_html(snapshot: Snapshot) -> str:
 
 def curves_of(snapshot: Snapshot) -> list[Chart]:
     """The charts of :func:`curves_html`."""
-    measured = snapshot.measurements
+    measured = snapshot.measured
     names = list(dict.fromkeys(name for one in measured for name in one.metrics))[:_DRAWN]
-    seconds = dict(
-        zip(
-            [float(one.version) for one in measured],
-            np.maximum.accumulate([one.seconds for one in measured]).tolist(),
-            strict=True,
-        )
-    )
+    times = np.maximum.accumulate([one.seconds for one in measured]).tolist() if measured else []
+    seconds = dict(zip([one.version for one in measured], times, strict=True))
     found = []
     for one in charts.of_metrics(measured, names):
-        found += [
-            one,
-            replace(
-                one,
-                name=f"{one.name}-time",
-                title=f"{one.title} over time",
-                unit="seconds",
-                x=[seconds[version] for version in one.x],
-                versions=False,
-            ),
-        ]
+        again = replace(one, name=f"{one.name}-time", title=f"{one.title} over time")
+        found += [one, *charts.over_time([again], "seconds", lambda at: [seconds[v] for v in at])]
     return [*found, *charts.of_updates(_used(snapshot), "loss")]
 
 
@@ -146,40 +131,18 @@ def alarms_html(snapshot: Snapshot) -> str:
 
 def device_table(snapshot: Snapshot) -> DeviceTable:
     """The devices' figures, in the newest ended tasks that the snapshot has."""
-    return devices_of(snapshot.ended, vectors=snapshot.pushes.rows, now=snapshot.now)
+    return devices_of(snapshot.ended, now=snapshot.now)
 
 
-def devices_html(snapshot: Snapshot, sort: str = "") -> str:
-    """The devices' table. ``sort``: column or -column; default: most outliers first."""
+def devices_html(snapshot: Snapshot) -> str:
+    """The devices' table, most outliers first."""
     table = device_table(snapshot)
     return rendered(
         "live/devices.html",
         table=table,
-        rows=table.rows(sort, most=SHOWN),
-        pushes=snapshot.pushes,
-        sort=sort if sort.removeprefix("-") in ("device", *table.figures) else "",
+        rows=table.rows("", most=SHOWN),
+        is_recorded=snapshot.is_recorded,
         ends=len(snapshot.ended),
-    )
-
-
-def device_html(snapshot: Snapshot, device: int) -> str:
-    """One device's figures, charts and open tasks."""
-    table, used = device_table(snapshot), _used(snapshot)
-    row = next(iter(table.rows(only=device)), None)
-    return rendered(
-        "live/device.html",
-        device=device,
-        row=row,
-        labels=LABELS,
-        pushes=snapshot.pushes,
-        facts=[] if row is None else facts_of_device(table, row),
-        ends=len(snapshot.ended),
-        charts=charts.of_device_rows(used[used["device"] == device]),
-        tasks=[
-            {"phase": one.phase, "seconds": max(0.0, snapshot.now - one.phase_since)}
-            for one in snapshot.tasks
-            if one.device == device
-        ],
     )
 
 

@@ -14,7 +14,7 @@ from fedstream.broker.streams import Entry
 from fedstream.core.errors import BadMessage
 from fedstream.core.messages import OUTCOMES, Contribution, Event, Version
 from fedstream.core.records import Tally
-from fedstream.history.live.snapshot import GAUGED, Rates, SeenMetrics
+from fedstream.history.live.snapshot import GAUGED
 from fedstream.history.table import MADE, NONE, UPDATE, RowArray, or_nan, update_row, whole
 
 ROWS = 16_384  # of ended tasks and of versions
@@ -24,7 +24,6 @@ _SHOWN = 50  # events
 _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
-_OVER_S = 10.0  # for rates
 _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
 
@@ -62,7 +61,7 @@ class Recent:
 
     def __init__(self) -> None:
         self.reasons: list[str] = [""]
-        self.measured: dict[int, SeenMetrics] = {}
+        self.measured: dict[int, Event] = {}
         self.told: deque[Event] = deque(maxlen=_SHOWN)
         self.ended = Ring(UPDATE, ROWS)
         self.made = Ring(MADE, ROWS)
@@ -70,7 +69,6 @@ class Recent:
         self._reasons = {"": 0}
         self._rows: dict[str, int] = {}  # task -> its row, of those used and not in a version yet
         self._unmatched: dict[str, Contribution] = {}
-        self._counts: deque[tuple[float, dict[str, int]]] = deque()
 
     def tell(self, entries: Iterable[Entry]) -> None:
         """Add events, in order; unreadable ones are left out."""
@@ -82,8 +80,7 @@ class Recent:
         text = event.text and event.text[-_TEXT:]
         event = event.model_copy(update={"time": _moment(event.time), "text": text})
         if is_measurement(event) and event.version is not None:
-            found = SeenMetrics(event.version, event.time, event.metrics or {})
-            self.measured[found.version] = found
+            self.measured[event.version] = event
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
         elif event.what == "outcome" and event.outcome is not None:
@@ -145,31 +142,11 @@ class Recent:
                 training,
                 uploading,
                 tally.dead,
+                tally.issued,
+                sum(tally.outcomes[name] for name in ("applied", "buffered", "refused")),
+                tally.head.version,
                 ("scheduler" in leading) + 2 * ("updater" in leading),
             )
-        )
-        counts: dict[str, int] = {"issued": tally.issued, "versions": tally.head.version}
-        counts.update({str(outcome): n for outcome, n in tally.outcomes.items()})
-        self._counts.append((tally.now, counts))
-        while self._counts[0][0] < tally.now - _OVER_S:
-            self._counts.popleft()
-
-    @property
-    def rates(self) -> Rates:
-        """Rates over the last ten seconds."""
-        if len(self._counts) < 2:
-            return Rates()
-        (began, before), (now, after) = self._counts[0], self._counts[-1]
-        if now <= began:
-            return Rates()
-        # Redis may have fallen back meanwhile.
-        by = {name: max(0, n - before[name]) / (now - began) for name, n in after.items()}
-        return Rates(
-            now - began,
-            by["issued"],
-            by["applied"] + by["buffered"],
-            by["refused"],
-            by["versions"],
         )
 
 

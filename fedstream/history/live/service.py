@@ -21,21 +21,14 @@ from fedstream.broker.ledger.live_page import LivePageLedger
 from fedstream.coordinator.access import Tokens
 from fedstream.coordinator.settings import MakePage, has_page
 from fedstream.core.errors import FedstreamError, NoRun
-from fedstream.history.live.broadcast import Broadcast, LivePicture, fault_text
+from fedstream.history.live.broadcast import Broadcast, LivePicture
 from fedstream.history.live.collector import Collector
-from fedstream.history.live.journal_follower import JournalFollower
 from fedstream.history.live.operator_actions import OperatorActions
-from fedstream.history.live.panels import (
-    PANELS,
-    device_html,
-    devices_html,
-    headline_html,
-    parts_of,
-)
-from fedstream.history.live.recorded_pages import has_journal, recorded_pages
+from fedstream.history.live.panels import PANELS, headline_html, parts_of
 from fedstream.history.live.sessions import LASTS_S, Sessions, ViewerRole
-from fedstream.history.live.snapshot import SeenPushes, Snapshot
+from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.measurements import Measurement
+from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.http import (
     HEADERS,
     Answering,
@@ -45,14 +38,17 @@ from fedstream.history.ui.http import (
     no_icon,
     send_static,
 )
-from fedstream.history.ui.pages import NotThere
+from fedstream.history.ui.jobs import PageJobs, Workplace
 from fedstream.history.ui.question_pages import FORMS
-from fedstream.history.ui.server import number_in
+from fedstream.history.ui.server import PageServer
 from fedstream.history.ui.templating import rendered
+from fedstream.history.ui.work import TaskAccess, WorkBounds
+from fedstream.journal import SUFFIX
 from fedstream.runtime.http import NOWHERE
 from fedstream.runtime.limits import TokenBuckets, network_of
 from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
+from fedstream.settings.recording import CONFIG
 
 _FORM = 4096  # bytes
 _GUESSES, _GUESSES_PER_S = 10, 1 / 6  # wrong tokens per address: at once, and per second
@@ -60,7 +56,7 @@ _ADDRESSES = 1000  # with wrong tokens that are remembered
 _WITHIN_S = 5.0  # time-out for a snapshot that a page needs
 _SOON_S = 1.0  # time-out for a snapshot that a page can do without
 _RETRY_S = "2"
-_SHORT_S, _LONG_S = 0.01, 0.2  # processor time for the journal, per snapshot
+_NICENESS = 19  # a question's process runs after all others
 _STREAM = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
 
 
@@ -88,28 +84,19 @@ class LiveService:
         self._sessions = Sessions(settings.run.name, tokens, settings.page.operator_token)
         self._now = client.clock.now  # Redis's clock, the same for all replicas
         self._collector = Collector(LivePageLedger(client, keys, "page"), settings)
-        journal = settings.journal
-        self._follower = JournalFollower(Path(journal.dir), weights=journal.weights)
         self._guesses = TokenBuckets(_GUESSES_PER_S, at_once=_GUESSES, remembered=_ADDRESSES)
-        self._broadcast = Broadcast(self._draw, _away, partial(self._note_fault, "page"))
-        self._recorded_pages = recorded_pages(
-            settings, self._permission, self._measured, self._pushes
-        )
+        self._broadcast = Broadcast(self._draw, _away, self._note_fault)
+        self._recorded_pages = self._of_journal()
         self._actions = OperatorActions(settings, client, keys)
-        self._context: Context | None = None
-        self._faults: Counter | None = None
 
     async def run(self, context: Context) -> None:
         """Collect snapshots while there are viewers, until stop."""
-        self._context = context
+        self._context = context  # before any request
         self._faults = Counter(
             "fedstream_page_faults",
             "Faults of the live page's own.",
-            ["part"],
             registry=context.registry,
         )
-        for part in ("page", "journal"):
-            self._faults.labels(part)
         try:
             await self._broadcast.run(context.stop)
         finally:
@@ -179,8 +166,6 @@ class LiveService:
                     )
                 said = f"{why}: this page is loaded again by itself"
                 return self._html("waiting.html", "Waiting", status=503, text=said)
-            case NotThere():
-                title, status = "Not found", 404
             case _Refused():
                 title, status = error.title, error.status
             case FedstreamError():
@@ -236,29 +221,22 @@ class LiveService:
     # the page
 
     async def _draw(self) -> LivePicture:
-        """Collect a snapshot from Redis, then from the journal if it can be read, and draw it."""
-        snapshot, seconds = await self._collector.look()
-        # Nothing waits for the first snapshot's figures, or for those after the end.
-        is_free = self._broadcast.picture is None or snapshot.tally.run.state == "finished"
-        # In a thread: it may take a tenth of a second, and entries must not wait for it.
-        drawn = await asyncio.to_thread(self._drawn, snapshot, _LONG_S if is_free else _SHORT_S)
-        return replace(drawn, seconds=seconds + drawn.seconds)
-
-    def _drawn(self, snapshot: Snapshot, for_s: float) -> LivePicture:
-        """Read news of the journal for ``for_s``, and draw the snapshot."""
+        """Collect a snapshot, and draw it."""
         began = time.thread_time()
-        try:
-            pushes = self._follower.look(for_s)
-        except Exception as error:  # the page works without the journal
-            self._note_fault("journal", error)
-            pushes = self._follower.give_up(fault_text(error))
-        snapshot = replace(snapshot, pushes=pushes)
-        return LivePicture(snapshot, parts_of(snapshot), time.thread_time() - began)
+        snapshot = await self._collector.look()
+        seconds = time.thread_time() - began  # with those of what ran while this waited
+        # In a thread: it may take a tenth of a second, and entries must not wait for it.
+        return await asyncio.to_thread(self._drawn, snapshot, seconds)
 
-    def _note_fault(self, part: str, error: Exception) -> None:
-        if self._context is not None and self._faults is not None:
-            self._context.log.error("the page failed", part=part, exc_info=error)
-            self._faults.labels(part).inc()
+    def _drawn(self, snapshot: Snapshot, seconds: float) -> LivePicture:
+        began = time.thread_time()
+        snapshot = replace(snapshot, is_recorded=self._has_journal())
+        parts = parts_of(snapshot)
+        return LivePicture(snapshot, parts, seconds + time.thread_time() - began)
+
+    def _note_fault(self, error: Exception) -> None:
+        self._context.log.error("the page failed", exc_info=error)
+        self._faults.inc()
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         picture, role = await self._broadcast.newest(_WITHIN_S), self._role(request)
@@ -268,14 +246,40 @@ class LiveService:
             picture.snapshot,
             parts=picture.parts,
             panels=PANELS,
-            is_recorded=await asyncio.to_thread(has_journal, self._settings),
+            is_recorded=picture.snapshot.is_recorded,
             journal=self._settings.journal.dir,
             has_operators=self._sessions.has_operators,
             may_leave=role is not None,
         )
 
+    def _of_journal(self) -> PageServer:
+        """The pages of the run's journal, which is opened with the first request."""
+        settings, journal = self._settings, Path(self._settings.journal.dir)
+        path = journal.parent if (journal.parent / CONFIG).is_file() else journal
+        # Trusted: the programs that the journal names are in this coordinator's configuration, too.
+        own = Settings(task=settings.task, evaluator=settings.evaluator)
+        jobs = PageJobs(
+            Workplace(
+                path,
+                TaskAccess(trusted=True, own=own),
+                WorkBounds(settings.page.question_s, settings.page.question_bytes, _NICENESS),
+                log="the coordinator's log",
+                preloads=False,
+            )
+        )
+        return PageServer(
+            lambda: RecordedRun(path, is_live=True, measured=self._measured), jobs, self._permission
+        )
+
+    def _has_journal(self) -> bool:
+        """Whether this process can read a journal."""
+        try:
+            return any(one.suffix == SUFFIX for one in Path(self._settings.journal.dir).iterdir())
+        except OSError:
+            return False
+
     def _recorded(self, route: web.RouteDef) -> Answering:
-        """A page of the recorded run. Without a journal, pages of devices show the newest tasks."""
+        """A page of the recorded run."""
         is_question = route.path in {one.path for one in FORMS}
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -283,41 +287,23 @@ class LiveService:
                 if permission == "nobody":
                     raise _nobody_may("work on this")
                 return self._login(route.path, "operator")
-            if await asyncio.to_thread(has_journal, self._settings):
-                # A question's page asks often for progress, which needs no new snapshot.
-                if self._broadcast.picture is None or not is_question:
-                    with suppress(FedstreamError, TimeoutError):  # only measurements are missing
-                        await self._broadcast.newest(_SOON_S)
-            elif route.path.startswith("/devices"):
-                return await self._devices(request)
-            else:
+            if not await asyncio.to_thread(self._has_journal):
                 raise FedstreamError(
                     f"the journal is not readable from here ({self._settings.journal.dir}): look "
                     "at it where it is, with fedstream ui"
                 )
+            # A question's page asks often for progress, which needs no new snapshot.
+            if self._broadcast.picture is None or not is_question:
+                with suppress(FedstreamError, TimeoutError):  # only measurements are missing
+                    await self._broadcast.newest(_SOON_S)
             return await self._recorded_pages.answered(request, route.handler)
 
         return answer
 
-    async def _devices(self, request: web.Request) -> web.Response:
-        """The devices' figures in the newest tasks, or those of one device."""
-        snapshot = (await self._broadcast.newest(_WITHIN_S)).snapshot
-        if "number" not in request.match_info:
-            text = devices_html(snapshot, request.query.get("sort", ""))
-            return self._html("live/inside.html", "Devices", snapshot, inside=text)
-        number = number_in("device", request.match_info["number"])
-        text = device_html(snapshot, number)
-        return self._html("live/inside.html", f"Device {number}", snapshot, inside=text)
-
     def _measured(self) -> list[Measurement]:
         """The measurements in the newest snapshot."""
         picture = self._broadcast.picture
-        return [] if picture is None else picture.snapshot.measurements
-
-    def _pushes(self) -> SeenPushes:
-        """The journal's figures in the newest snapshot."""
-        picture = self._broadcast.picture
-        return SeenPushes() if picture is None else picture.snapshot.pushes
+        return [] if picture is None else [*picture.snapshot.measured]
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         if request.method == "HEAD":  # the page asks whether it may connect again
@@ -451,8 +437,7 @@ class LiveService:
         )
 
     def _log(self, what: str, request: web.Request, **about: object) -> None:
-        if self._context is not None:
-            self._context.log.warning(what, remote=request.remote, **about)
+        self._context.log.warning(what, remote=request.remote, **about)
 
 
 def _away(snapshot: Snapshot, away_s: float) -> dict[str, str]:

@@ -110,21 +110,17 @@ def device(run: RecordedRun, wanted: int, window: charts.Window = charts.WHOLE) 
     if not (found := table.rows(only=wanted)):
         raise NotThere(f"device {wanted} sent no update that the journal has")
     (row,) = found
-    drawn, recent_pushes = charts.of_device(run, wanted, window), run.recent_pushes(wanted)
-    if recent_pushes is not None:
-        drawn = [*charts.of_pushes(run, recent_pushes.rows, window), *drawn]
     return page(
         run,
         "device.html",
         f"Device {wanted}",
         "Devices",
-        recent_pushes=recent_pushes,
         measured_shares=run.measured_shares(),
         device=row,
         labels=LABELS,
         facts=facts_of_device(table, row),
         window=window,
-        charts=drawn,
+        charts=charts.of_device(run, wanted, window),
     )
 
 

@@ -19,6 +19,7 @@ from fedstream.history.live import broadcast
 from fedstream.history.live.service import LiveService
 from fedstream.runtime.config import load
 from fedstream.runtime.http import application
+from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 from tests.support import context
 
@@ -29,10 +30,10 @@ Serve: TypeAlias = Callable[..., AbstractAsyncContextManager["Served"]]
 class Served:
     """The page while it is served."""
 
-    def __init__(self, http: Browser, service: LiveService, stop: asyncio.Event) -> None:
+    def __init__(self, http: Browser, service: LiveService, context: Context) -> None:
         self.http = http
         self.service = service
-        self.stop = stop
+        self.context = context
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[Stream]:
@@ -89,7 +90,7 @@ def serve(redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> 
         app = application(service.routes(), live.stop.is_set)
         working = asyncio.create_task(service.run(live))
         async with TestClient(TestServer(app)) as http:
-            yield Served(http, service, live.stop)
+            yield Served(http, service, live)
             live.stop.set()
             await working
         await client.close()

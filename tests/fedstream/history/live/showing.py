@@ -32,8 +32,8 @@ class Moments:
         """Go on to another moment; viewers are told soon."""
         self.now = moment
 
-    async def look(self) -> tuple[Snapshot, float]:
-        return self.now, 0.0
+    async def look(self) -> Snapshot:
+        return self.now
 
     async def serve(self, ready: threading.Event, stop: threading.Event) -> None:
         """Serve until stop."""

@@ -40,7 +40,7 @@ def stage(any_redis: RedisSettings) -> Iterator[Callable[..., Stage]]:
 
 def shows_events(page: Any, count: int) -> None:
     """Wait until the page shows so many events."""
-    page.wait_for_function(f"document.querySelectorAll('.events li').length === {count}")
+    wait_until(lambda: page.locator(".events li").count() == count, f"{count} events")
 
 
 def says(page: Any, text: str) -> None:

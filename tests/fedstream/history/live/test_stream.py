@@ -9,7 +9,7 @@ import pytest
 from fedstream.core.messages import GiveUp
 from fedstream.history.live import panels
 from tests.fedstream.history.live.conftest import Serve
-from tests.support import Hand, wait_until
+from tests.support import Hand, counted, wait_until
 
 
 async def given_up(hand: Hand, n: int = 1) -> None:
@@ -85,7 +85,7 @@ async def test_the_end_is_told_with_the_last_look(serve: Serve, hand: Hand) -> N
         await stream.until("parts")
         await given_up(hand)
         await hand.ledger.finish("for a test")
-        page.stop.set()
+        page.context.stop.set()
         seen = {name for name, _ in [await stream.next(), await stream.next()]}
         while "over" not in seen:
             name, data = await stream.next()
@@ -108,3 +108,4 @@ async def test_fault_of_the_page_ends_neither_it_nor_its_coordinator(
             assert "ZeroDivisionError" in await stream.until("trouble")
             assert (await page.http.get("/")).status == 200  # with what was known before
         assert "given up" in (await stream.until("parts"))["events"]
+        assert counted(page.context, "fedstream_page_faults_total") == 1
