@@ -63,7 +63,6 @@ class PageServer:
         # The version whose models were shown last, and the step to it; None: none was yet.
         self._moment: tuple[int, int | None] | None = None
         self._moved = asyncio.Event()  # since somebody looked around there
-        self._answered = asyncio.Event()  # somebody's first request
 
     @property
     def run(self) -> RecordedRun:
@@ -125,19 +124,10 @@ class PageServer:
 
     async def _prepare_pages(self, _app: web.Application) -> AsyncIterator[None]:
         looking = asyncio.create_task(self._prepare_versions(), name="look around")
-        preparing = asyncio.create_task(self._prepare(), name="prepare pages")
         yield
         self.is_ending = True
         self._moved.set()
-        self._answered.set()
-        await asyncio.gather(looking, preparing)
-
-    async def _prepare(self) -> None:
-        """Compile later pages' templates after the first answer, which must not wait for them."""
-        await self._answered.wait()
-        if not self.is_ending:
-            async with self._using:
-                await asyncio.to_thread(pages.prepare, also_later=True)
+        await looking
 
     async def _prepare_versions(self) -> None:
         """Compute likely next versions while there are no requests."""
@@ -178,7 +168,6 @@ class PageServer:
             return await asyncio.shield(asyncio.to_thread(ask))
         finally:
             self._using.release()
-            self._answered.set()
 
     async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
         return _html(await self._with_run(make))

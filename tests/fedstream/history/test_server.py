@@ -100,23 +100,11 @@ async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) 
         assert "over the 1 version after this one" in last
 
 
-async def test_the_newest_version_is_ready_before_anybody_looks(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = threading.Event()
-
-    def prepare(*, also_later: bool) -> None:
-        assert also_later
-        prepared.set()
-
-    monkeypatch.setattr(pages, "prepare", prepare)
+async def test_the_newest_version_is_ready_before_anybody_looks(recorded: Path) -> None:
     site = pages_of(RecordedRun(recorded))
-    async with TestClient(TestServer(site.application())) as client:
+    async with TestClient(TestServer(site.application())):
         await wait_until(lambda: site.run.knows(VERSIONS), what="the newest version")
         assert not site.run.knows(30)
-        assert not prepared.is_set()  # the first page would wait for the others' templates
-        await _text(client, "/")
-        await wait_until(prepared.is_set, what="later pages")
 
 
 async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 from aiohttp import web
@@ -35,9 +37,10 @@ class Moments:
     async def look(self) -> Snapshot:
         return self.now
 
-    async def serve(self, ready: threading.Event, stop: threading.Event) -> None:
-        """Serve until stop."""
-        settings = load(Settings, path=None, environ={}, sets=["journal.dir=nowhere"])
+    async def serve(self, journal: Path, ready: threading.Event, stop: threading.Event) -> None:
+        """Serve until stop, as if the run was recorded in ``journal``."""
+        (journal / "0.journal").touch()
+        settings = load(Settings, path=None, environ={}, sets=[f"journal.dir={journal}"])
         client, live = Client(settings.redis, "page"), context()
         service = LiveService(settings, client, None)
         service._collector = cast(Collector, self)
@@ -61,8 +64,9 @@ class Moments:
 def showing(first: Snapshot) -> Iterator[Moments]:
     """Serve moments from a thread, beginning with this one."""
     moments, ready, stop = Moments(first), threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(moments.serve(ready, stop)))
-    with every(0.05):
+    with every(0.05), TemporaryDirectory() as journal:
+        serve = moments.serve(Path(journal), ready, stop)
+        thread = threading.Thread(target=asyncio.run, args=[serve])
         thread.start()
         try:
             assert ready.wait(60)
