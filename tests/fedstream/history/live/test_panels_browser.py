@@ -163,7 +163,7 @@ def test_a_part_with_selected_text_is_paused_too(tab: Tab, moments: Moments) -> 
     page = tab.go("/")
     page.locator("canvas").first.wait_for(state="attached")
     page.locator("#panel-flow p").first.select_text()
-    moments.show(at_version(600))
+    moments.show(STALLED)
     page.locator("#panel-flow .paused").wait_for()
     page.evaluate("getSelection().removeAllRanges()")
     page.locator(".paused").wait_for(state="detached")
