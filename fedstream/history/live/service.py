@@ -10,8 +10,10 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import structlog
 from aiohttp import web
 from prometheus_client import Counter
 
@@ -88,10 +90,11 @@ class LiveService:
         self._broadcast = Broadcast(self._draw, _away, self._note_fault)
         self._recorded_pages = self._of_journal()
         self._actions = OperatorActions(settings, client, keys)
+        self._logger: Any = structlog.get_logger()  # of requests before the service runs
 
     async def run(self, context: Context) -> None:
         """Collect snapshots while there are viewers, until stop."""
-        self._context = context  # before any request
+        self._logger = context.log
         self._faults = Counter(
             "fedstream_page_faults",
             "Faults of the live page's own.",
@@ -110,7 +113,7 @@ class LiveService:
             web.get("/login", self._guarded(self._ask, None)),
             web.post("/login", self._guarded(self._log_in, None)),
             web.post("/logout", self._guarded(self._log_out, None)),
-            web.get("/operate", self._guarded(self._operate, "operator")),
+            web.get("/operate", self._guarded(self._operated, "operator")),
             web.post("/operate/retry", self._guarded(self._retry, "operator")),
             web.post("/operate/stop", self._guarded(self._stop, "operator")),
             web.get("/static/{name}", self._guarded(send_static, None)),
@@ -235,7 +238,7 @@ class LiveService:
         return LivePicture(snapshot, parts, seconds + time.thread_time() - began)
 
     def _note_fault(self, error: Exception) -> None:
-        self._context.log.error("the page failed", exc_info=error)
+        self._logger.error("the page failed", exc_info=error)
         self._faults.inc()
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
@@ -377,9 +380,6 @@ class LiveService:
 
     # operators' actions
 
-    async def _operate(self, request: web.Request) -> web.StreamResponse:
-        return await self._operated(request)
-
     async def _retry(self, request: web.Request) -> web.StreamResponse:
         said = await form_of(request, _FORM)
         letter = said.get("letter", "")
@@ -437,7 +437,7 @@ class LiveService:
         )
 
     def _log(self, what: str, request: web.Request, **about: object) -> None:
-        self._context.log.warning(what, remote=request.remote, **about)
+        self._logger.warning(what, remote=request.remote, **about)
 
 
 def _away(snapshot: Snapshot, away_s: float) -> dict[str, str]:
