@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, nan
 from typing import Any, Literal, TypeAlias
@@ -96,16 +96,21 @@ class Chart:
         ]
 
 
-def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
-    """The same charts over seconds since the run's beginning, where they are over versions."""
-    unit = "seconds of the simulation" if run.is_simulated else "seconds since the beginning"
+def over_time(
+    charts: Sequence[Chart], unit: str, times: Callable[[Sequence[int]], list[float]]
+) -> list[Chart]:
+    """The same charts over the times of their versions, where they are over versions."""
     return [
-        replace(chart, unit=unit, x=run.times(versions), leads=versions)
-        if chart.versions
-        else chart
+        replace(chart, unit=unit, x=times(versions), leads=versions) if chart.versions else chart
         for chart in charts
         for versions in [[int(one) for one in chart.x]]
     ]
+
+
+def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
+    """The same charts over seconds since the run's beginning."""
+    unit = "seconds of the simulation" if run.is_simulated else "seconds since the beginning"
+    return over_time(charts, unit, run.times)
 
 
 def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
@@ -198,22 +203,6 @@ def of_device_rows(rows: RowArray, window: Window = WHOLE) -> list[Chart]:
         ],
         window,
     )
-
-
-def of_pushes(run: RecordedRun, rows: RowArray, window: Window = WHOLE) -> list[Chart]:
-    """A device's newest updates as vectors: norm, distance and cosine, where they are known."""
-    drawn = of_points(
-        [
-            (f"newest-{name}", title, name, rows["version"], rows[name])
-            for name, title in (
-                ("norm", "Norm of its newest updates, as sent"),
-                ("distance", "Distance that its newest updates alone would move the model"),
-                ("cosine", "Cosine of its newest updates to the model's movement afterwards"),
-            )
-        ],
-        window,
-    )
-    return _over_time(run, drawn) if window.over_time else drawn
 
 
 def of_points(

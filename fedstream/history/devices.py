@@ -125,14 +125,12 @@ def devices_of(
     rows: RowArray,
     *,
     shares: Mapping[int, DeviceContribution] | None = None,
-    vectors: RowArray | None = None,
     now: float | None = None,
 ) -> DeviceTable:
     """The devices that ``rows`` of updates name.
 
     ``shares``: what models say of a device's updates, by device, if that was measured.
-    ``vectors``: rows with device, norm (as sent), distance and cosine of some of the updates. Norms
-    and distances are then of these. ``now``: of a live run, the time on the clock of the rows.
+    ``now``: of a live run, the time on the clock of the rows.
     """
     rows = rows[rows["device"] >= 0]
     devices, place = np.unique(rows["device"], return_inverse=True)
@@ -167,7 +165,6 @@ def devices_of(
         "bytes": mean("bytes", answered),
         "last": most("version", used if now else answered),
         **(_of_shares(shares, devices) if shares is not None else {}),
-        **(_of_vectors(vectors, devices) if vectors is not None else {}),
     }
     if now is not None:
         figures["heard_s"] = np.maximum(0.0, now - most("time", np.ones(len(rows), bool)))
@@ -190,18 +187,6 @@ def _of_shares(
         "cosine": [one.cosine.mean for one in found],
     }
     return {name: np.array(one, np.float64) for name, one in values.items()}  # None: NaN
-
-
-def _of_vectors(rows: RowArray, devices: RowArray) -> dict[str, FigureArray]:
-    if not len(rows) or not len(devices):
-        return {}
-    place = np.searchsorted(devices, rows["device"]).clip(max=len(devices) - 1)
-    ours, found = devices[place] == rows["device"], {}
-    for name, field in (("sent", "norm"), ("norm", "distance"), ("cosine", "cosine")):
-        known = ours & np.isfinite(rows[field])
-        total = np.bincount(place[known], rows[field][known], len(devices))
-        found[name] = _ratio(total, np.bincount(place[known], minlength=len(devices)))
-    return found
 
 
 def _ratio(total: RowArray, of: RowArray) -> FigureArray:

@@ -60,6 +60,7 @@ _WIDTHS = {
     "bytes": 11,
 }
 _NORMS = ("norm", "distance")
+_REALS = ("weight", "loss", *_NORMS)
 _TEXT = ("time", "task", "outcome", "digest", "reason", "format")
 _IMPORTANT = (
     "version",
@@ -238,31 +239,44 @@ def _words(value: object) -> str:
     return f"{first} ({', '.join(more)})" if more else first
 
 
-def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
-    """Cells of a row. Of a task's id only the end is shown: it begins with the time."""
-    about = {
-        "version": str(entry.version),
-        "time": clock(entry.time, "%H:%M:%S.%f")[: _WIDTHS["time"]],
-        "digest": (entry.digest or "")[:8],
-    }
+def _values(entry: EntryRecord, measured: NormPair) -> dict[str, object]:
+    """A record's values by column, but for its time; a control entry has few."""
+    about: dict[str, object] = {"version": entry.version, "digest": entry.digest}
     if not isinstance(entry, Taken):
-        return dict.fromkeys(_WIDTHS, "") | about | _control(entry)
+        return about | _control(entry)
     upload, (sent, distance) = entry.upload, measured
     return about | {
-        "device": str(upload.device),
-        "task": upload.task[-_WIDTHS["task"] :],
-        "tau": str(upload.tau),
-        "late": str(entry.staleness),
-        "weight": number(entry.weight),
-        "outcome": spaced(entry.outcome),
-        "samples": str(upload.samples),
-        "steps": str(upload.steps),
-        "loss": number(upload.loss),
-        "norm": number(sent),
-        "distance": number(distance),
+        "device": upload.device,
+        "task": upload.task,
+        "tau": upload.tau,
+        "late": entry.staleness,
+        "weight": entry.weight,
+        "outcome": entry.outcome,
+        "samples": upload.samples,
+        "steps": upload.steps,
+        "loss": upload.loss,
+        "norm": sent,
+        "distance": distance,
         "reason": entry.reason,
         "format": upload.format,
-        "bytes": f"{upload.size:,}",
+        "bytes": upload.size,
+    }
+
+
+def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
+    """Cells of a row. Of a task's id only the end is shown: it begins with the time."""
+    values = _values(entry, measured)
+    found = dict.fromkeys(_WIDTHS, "") | {
+        name: number(value) if name in _REALS else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
+    return found | {
+        "time": clock(entry.time, "%H:%M:%S.%f")[: _WIDTHS["time"]],
+        "digest": found["digest"][:8],
+        "task": found["task"][-_WIDTHS["task"] :],
+        "outcome": spaced(found["outcome"]),
+        "bytes": f"{values['bytes']:,}" if "bytes" in values else "",
     }
 
 
@@ -284,35 +298,12 @@ def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
     with _new(path) as file:
         writer = csv.writer(file)
         writer.writerow(_WIDTHS)
-        for _, _, message, (sent, distance) in found:
+        for _, _, message, measured in found:
             if isinstance(message, Standing):
                 continue
             count += 1
-            row: dict[str, object] = {
-                "version": message.version,
-                "digest": message.digest,
-                "time": clock(message.time, "%Y-%m-%dT%H:%M:%S.%f%z"),
-                "norm": sent,
-                "distance": distance,
-            }
-            if isinstance(message, Taken):
-                upload = message.upload
-                row |= {
-                    "device": upload.device,
-                    "task": upload.task,
-                    "tau": upload.tau,
-                    "late": message.staleness,
-                    "weight": message.weight,
-                    "outcome": message.outcome,
-                    "samples": upload.samples,
-                    "steps": upload.steps,
-                    "loss": upload.loss,
-                    "reason": message.reason,
-                    "format": upload.format,
-                    "bytes": upload.size,
-                }
-            else:
-                row |= _control(message)
+            row = _values(message, measured)
+            row["time"] = clock(message.time, "%Y-%m-%dT%H:%M:%S.%f%z")
             writer.writerow(_in_csv(row.get(name)) for name in _WIDTHS)
     return count
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from fedstream.core.layout import OF_INTEGERS, Floats, Layout
 from fedstream.history.models import JournalModels
-from fedstream.history.table import RowArray
 from fedstream.journal import Standing, Taken
 from fedstream.journal.contributions import DeviceContribution, cosine, direction, sampled
 from fedstream.journal.inspection import Move
@@ -61,15 +60,6 @@ class VersionStats:
     pushes: tuple[Push, ...]
     layers: tuple[Layer, ...]
     ahead: int  # versions that the cosines look ahead: fewer than AHEAD at the end of the run
-
-
-@dataclass(frozen=True)
-class RecentPushes:
-    """Figures of a device's newest updates, as far as the live page has read the journal."""
-
-    rows: RowArray  # with version, norm, distance and cosine; NaN: not known yet
-    until: int  # the version up to which the journal was read
-    problem: str  # why it isn't read on
 
 
 @dataclass(frozen=True)

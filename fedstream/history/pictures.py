@@ -306,6 +306,38 @@ def curves_of(
         return picture(title, history, created=head.created, devices=head.devices, time=clock)
 
 
+def replayed(
+    title: str,
+    accuracies: Mapping[int, tuple[float, float]],
+    distances: Mapping[int, float | None],
+) -> Figure:
+    """A replay by another rule: test accuracies, and the distance between the two models.
+
+    Both are by version; an accuracy is that of the recorded rule, and of the other one.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 3.9), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        left.set(title="Test accuracy", xlabel="version as recorded")
+        for place, (name, color) in enumerate((("original", _TEST), ("changed", _TRAIN))):
+            values = [both[place] for both in accuracies.values()]
+            if values:
+                label = f"{name}: {values[-1]:.4f}"
+                left.plot([*accuracies], values, color=color, marker="o", ms=3, label=label)
+        if accuracies:
+            figure.legend(loc="outside lower left", ncols=2)
+        else:
+            _nothing(left, "not measured")
+        right.plot([*distances], [*distances.values()], color="#555555", marker="o", ms=3)
+        right.set(title="Distance between the models", xlabel="version as recorded")
+        right.set_ylim(bottom=0)
+        return figure
+
+
 def png(figure: Figure) -> bytes:
     """A figure as PNG."""
     from matplotlib import rc_context

@@ -14,7 +14,7 @@ from fedstream.core.messages import Goal
 from fedstream.history import report
 from fedstream.history.index import columns_of, marks
 from fedstream.history.measurements import Measurement, measurements
-from fedstream.history.model_stats import MeasuredShares, RecentPushes, VersionStatsCache
+from fedstream.history.model_stats import MeasuredShares, VersionStatsCache
 from fedstream.history.models import MEMORY, JournalModels
 from fedstream.history.summary import stands
 from fedstream.history.table import NONE, Columns
@@ -40,14 +40,13 @@ class RecordedRun:
         other: RecordedRun | None = None,
         is_live: bool = False,
         measured: Callable[[], Sequence[Measurement]] = tuple,
-        recent_pushes: Callable[[int], RecentPushes | None] = lambda _device: None,
     ) -> None:
         """Open a run. Raises FedstreamError if there is no journal.
 
         ``read``: is told how many bytes of the journal were read. ``metrics``: a table of
         measurements that replaces the run's own. ``other``: a run to compare this one with.
         ``is_live``: the pages stand beside the live page. ``measured``: the measurements of a run
-        that has no table of them yet. ``recent_pushes``: a device's newest updates as vectors.
+        that has no table of them yet.
         """
         self.path = path
         self.other = other
@@ -59,7 +58,6 @@ class RecordedRun:
         if not self._marks:
             raise FedstreamError(_no_run(path))
         self.columns: Columns = columns_of(self.journal, read)
-        self.recent_pushes = recent_pushes
         self.measured_shares: Callable[[], MeasuredShares | None] = lambda: None
         """each device's figures over all models, if a reader asked for them"""
         self._models: JournalModels | None = None
@@ -77,7 +75,6 @@ class RecordedRun:
             other=other,
             is_live=self.is_live,
             measured=self._live_measurements,
-            recent_pushes=self.recent_pushes,
         )
         fresh.measured_shares = self.measured_shares
         if self._models is not None and fresh.columns.continues(self.columns):

@@ -20,7 +20,7 @@ from rich.table import Table
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
-from fedstream.history import report
+from fedstream.history import pictures, report
 from fedstream.history.measuring import measuring
 from fedstream.journal import JournalError, journal_of
 from fedstream.journal.records import is_used
@@ -33,7 +33,7 @@ from fedstream.strategies.mixing import BLOCK, norm
 from fedstream.terminal import cell, console, line, progress, verbatim
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MetricValues = dict[str, float]
 MeasureAll = Callable[[int, Model], MetricValues]
@@ -415,43 +415,15 @@ def write(out: Path, title: str, points: Sequence[Point]) -> list[Path]:
         out.mkdir(parents=True, exist_ok=True)
         with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows(points, changed=True))
-        draw(out / PICTURE, title, points)
+        (out / PICTURE).write_bytes(pictures.png(_picture(title, points)))
     return [out / TABLE, out / PICTURE]
 
 
-def draw(path: Path, title: str, points: Sequence[Point]) -> None:
-    """Draw the picture of a comparison, as PNG."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from fedstream.history.pictures import STYLE
-
-    with rc_context(STYLE):
-        figure = Figure(figsize=(10.5, 3.9), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        _accuracies(left, points)
-        at = [point.version for point in points]
-        right.plot(at, [point.distance for point in points], color="#555555", marker="o", ms=3)
-        right.set(title="Distance between the models", xlabel="version as recorded")
-        right.set_ylim(bottom=0)
-        figure.savefig(path, dpi=110)
-
-
-def _accuracies(axes: Axes, points: Sequence[Point]) -> None:
-    axes.set(title="Test accuracy", xlabel="version as recorded")
-    measured = [(p.version, p.original, p.changed) for p in points if p.changed is not None]
-    known = [row for row in measured if "accuracy" in row[1]]
-    if not known:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
-        axes.set(xticks=[], yticks=[])
-        return
-    at = [version for version, _, _ in known]
-    for name, values, color in (
-        ("original", [was["accuracy"] for _, was, _ in known], "#1f5fa8"),
-        ("changed", [now["accuracy"] for _, _, now in known], "#d9772b"),
-    ):
-        axes.plot(at, values, color=color, marker="o", ms=3, label=f"{name}: {values[-1]:.4f}")
-    figure = axes.get_figure()
-    if figure is not None:
-        figure.legend(loc="outside lower left", ncols=2)
+def _picture(title: str, points: Sequence[Point]) -> Figure:
+    """The accuracy by both rules, and the distance between their models."""
+    accuracies = {
+        point.version: (point.original["accuracy"], point.changed["accuracy"])
+        for point in points
+        if point.changed is not None and "accuracy" in point.original
+    }
+    return pictures.replayed(title, accuracies, {one.version: one.distance for one in points})

@@ -27,15 +27,8 @@ _MEASURED = 1000  # of the newest measurements are judged at each look
 _LEADS = {"scheduler": 1, "updater": 2}
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Whether a rule's condition holds in a snapshot."""
-
-    text: str  # what is wrong, as it stands now
-    holds: Flags  # at the time of each row of ``Snapshot.gauged``, newest last
-
-
-Judging: TypeAlias = Callable[[Snapshot, "AlarmRule"], Evidence]
+Evidence: TypeAlias = tuple[str, Flags]
+"""What is wrong now, and whether it was at the time of each row of ``Snapshot.gauged``."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +39,10 @@ class AlarmRule:
     severity: Severity
     for_s: float  # for which its condition has to hold before it fires
     says: str  # what it watches
-    judge: Judging
+    judge: Callable[[Snapshot, AlarmRule], Evidence]
     threshold: float = 0.0  # in the unit of its expression
     over_s: float = 0.0  # the time over which it looks back; 0: the moment
     role: str = ""  # its label, if one name has several rules
-
-    @property
-    def key(self) -> str:
-        """A unique name."""
-        return f"{self.name} {self.role}".strip()
 
 
 @dataclass(frozen=True)
@@ -65,28 +53,6 @@ class Alarm:
     state: AlarmState
     text: str  # what is wrong
     left_s: float = 0.0  # until it fires, while it is pending
-
-
-RULES: list[AlarmRule] = []
-"""The rules that a snapshot can judge, in the order of the manifests."""
-
-
-def _rule(
-    name: str,
-    severity: Severity,
-    for_s: float,
-    says: str,
-    threshold: float = 0.0,
-    over_s: float = 0.0,
-    role: str = "",
-) -> Callable[[Judging], Judging]:
-    """Register a rule, judged by the decorated function; several rules apply bottom up."""
-
-    def register(judge: Judging) -> Judging:
-        RULES.append(AlarmRule(name, severity, for_s, says, judge, threshold, over_s, role))
-        return judge
-
-    return register
 
 
 def alarms(snapshot: Snapshot) -> list[Alarm]:
@@ -101,50 +67,44 @@ def alarms(snapshot: Snapshot) -> list[Alarm]:
 
 
 def _judged(rule: AlarmRule, snapshot: Snapshot) -> Alarm:
-    found = rule.judge(snapshot, rule)
-    if not len(found.holds) or not found.holds[-1]:
+    text, holds = rule.judge(snapshot, rule)
+    if not len(holds) or not holds[-1]:
         return Alarm(rule, "quiet", "")
-    off = np.flatnonzero(~found.holds)
+    off = np.flatnonzero(~holds)
     since = float(snapshot.gauged["time"][off[-1] + 1 if len(off) else 0])
     left = max(0.0, since + rule.for_s - snapshot.now)
-    return Alarm(rule, "pending" if left else "firing", found.text, left)
+    return Alarm(rule, "pending" if left else "firing", text, left)
 
 
 def _while_running(snapshot: Snapshot, holds: Flags) -> Flags:
     return holds & (snapshot.tally.run.state == "running")
 
 
-@_rule("FedstreamStalled", "critical", 60, "no new version", 600)
 def _stalled(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     head = snapshot.tally.head.time
     holds = snapshot.gauged["time"] - head > rule.threshold
     text = f"no new version for {duration(max(0.0, snapshot.now - head))}"
-    return Evidence(text, _while_running(snapshot, holds))
+    return text, _while_running(snapshot, holds)
 
 
-@_rule("FedstreamNoLeader", "critical", 120, "no updater leads", role="updater")
-@_rule("FedstreamNoLeader", "critical", 120, "no scheduler leads", role="scheduler")
 def _no_leader(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     holds = (snapshot.gauged["leads"] & _LEADS[rule.role]) == 0
-    return Evidence(f"no {rule.role} leads", _while_running(snapshot, holds))
+    return f"no {rule.role} leads", _while_running(snapshot, holds)
 
 
-@_rule("FedstreamNoTrainers", "critical", 300, "tasks wait and no trainer is alive")
 def _no_trainers(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     rows, tally = snapshot.gauged, snapshot.tally
     holds = (rows["trainers"] == 0) & (rows["open"] - rows["queue"] > rule.threshold)
     open_ = max(0, tally.tasks - tally.admitted)
     text = f"{counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open, no trainer is alive"
-    return Evidence(text, _while_running(snapshot, holds))
+    return text, _while_running(snapshot, holds)
 
 
-@_rule("FedstreamRefusals", "warning", 300, "many updates are refused", 0.1, 600)
 def _refusals(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     bad = snapshot.ended["outcome"] == OUTCOMES.index("refused")
     return _share(snapshot, rule, bad, "were refused")
 
 
-@_rule("FedstreamTaskRaises", "warning", 300, "many tasks raise", 0.1, 600)
 def _task_raises(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     raised = [n for n, name in enumerate(snapshot.reasons) if name.startswith("raised ")]
     bad = (snapshot.ended["outcome"] == OUTCOMES.index("given_up")) & np.isin(
@@ -163,10 +123,9 @@ def _share(snapshot: Snapshot, rule: AlarmRule, bad: Flags, what: str) -> Eviden
     share = (sums[last] - sums[first]) / np.maximum(total, 1)
     over = snapshot.now - float(ends[first[-1]]) if total[-1] else 0.0
     text = f"{share[-1]:.0%} of the {total[-1]:,} tasks that ended in {duration(over)} {what}"
-    return Evidence(text, share[:-1] > rule.threshold)
+    return text, share[:-1] > rule.threshold
 
 
-@_rule("FedstreamMetricSwings", "warning", 60, "a metric falls back again and again", MOST_RELAPSES)
 def _metric_swings(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     swings = Swings(snapshot.tally.run.goal)
     measured, most, text = snapshot.measured[-_MEASURED:], [0], ""
@@ -175,26 +134,52 @@ def _metric_swings(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
         worst = swings.worst
         most.append(worst.times if worst else 0)
         text = str(worst or "")
-    at = np.searchsorted([one.time for one in measured], snapshot.gauged["time"], side="right")
-    return Evidence(text, _while_running(snapshot, np.array(most)[at] > rule.threshold))
+    times = [snapshot.tally.run.created + one.seconds for one in measured]
+    at = np.searchsorted(times, snapshot.gauged["time"], side="right")
+    return text, _while_running(snapshot, np.array(most)[at] > rule.threshold)
 
 
-@_rule("FedstreamDeadLetters", "warning", 60, "something could not be processed")
 def _dead_letters(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     holds = snapshot.gauged["dead"] > rule.threshold
-    return Evidence(counted(snapshot.tally.dead, "dead letter"), holds)
+    return counted(snapshot.tally.dead, "dead letter"), holds
 
 
-@_rule("FedstreamRedisNearlyFull", "warning", 300, "Redis is nearly full", 0.9)
 def _redis_nearly_full(snapshot: Snapshot, rule: AlarmRule) -> Evidence:
     limit = snapshot.memory.limit
     holds = snapshot.gauged["memory"] > (rule.threshold * limit if limit else np.inf)
-    return Evidence(f"Redis uses {snapshot.memory.used / max(1, limit):.0%} of its memory", holds)
+    return f"Redis uses {snapshot.memory.used / max(1, limit):.0%} of its memory", holds
 
 
-@_rule("FedstreamQueueFull", "warning", 600, "the queue is full")
 def _queue_full(snapshot: Snapshot, _rule: AlarmRule) -> Evidence:
     waiting, limit = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
-    return Evidence(
-        f"{waiting:,} of {limit:,} entries in the queue", snapshot.gauged["queue"] >= limit
-    )
+    return f"{waiting:,} of {limit:,} entries in the queue", snapshot.gauged["queue"] >= limit
+
+
+RULES = (
+    AlarmRule("FedstreamStalled", "critical", 60, "no new version", _stalled, 600),
+    AlarmRule(
+        "FedstreamNoLeader", "critical", 120, "no scheduler leads", _no_leader, role="scheduler"
+    ),
+    AlarmRule("FedstreamNoLeader", "critical", 120, "no updater leads", _no_leader, role="updater"),
+    AlarmRule(
+        "FedstreamNoTrainers", "critical", 300, "tasks wait and no trainer is alive", _no_trainers
+    ),
+    AlarmRule("FedstreamRefusals", "warning", 300, "many updates are refused", _refusals, 0.1, 600),
+    AlarmRule("FedstreamTaskRaises", "warning", 300, "many tasks raise", _task_raises, 0.1, 600),
+    AlarmRule(
+        "FedstreamMetricSwings",
+        "warning",
+        60,
+        "a metric falls back again and again",
+        _metric_swings,
+        MOST_RELAPSES,
+    ),
+    AlarmRule(
+        "FedstreamDeadLetters", "warning", 60, "something could not be processed", _dead_letters
+    ),
+    AlarmRule(
+        "FedstreamRedisNearlyFull", "warning", 300, "Redis is nearly full", _redis_nearly_full, 0.9
+    ),
+    AlarmRule("FedstreamQueueFull", "warning", 600, "the queue is full", _queue_full),
+)
+"""The rules that a snapshot can judge, in the order of the manifests."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
-from time import perf_counter
 
 from fedstream.broker.ledger.live_page import (
     BEGINNING,
@@ -17,35 +14,23 @@ from fedstream.broker.ledger.live_page import (
 )
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import time_of
-from fedstream.core.records import Bookmark, Tally
+from fedstream.core.records import Bookmark
 from fedstream.history.live.recent import Recent
 from fedstream.history.live.snapshot import (
     PHASES,
     Phase,
     RedisMemory,
-    SeenTask,
     SeenWorker,
     Snapshot,
-    ToldEvent,
 )
+from fedstream.history.measurements import Measurement
 from fedstream.settings.config import Settings
 
-_SHOWN = 1000  # open tasks
+_LOOKED_UP = 1000  # open tasks, one by one
 _WORKERS = 200
 _STREAMS = 64  # of owners' tasks, looked through at once
 _ON_THEIR_WAY = ("triggered", "waiting")
 _READ = 1000  # events, and versions, in one exchange
-_REGISTER_S = 5.0  # between two readings of how trainers describe themselves
-
-
-@dataclass(frozen=True)
-class Collected:
-    """A snapshot, and the events since the snapshot before it."""
-
-    snapshot: Snapshot
-    news: list[ToldEvent]
-    is_anew: bool  # the first snapshot, or Redis lacks events since the last one
-    seconds: float  # of this process's time, without waiting
 
 
 class Collector:
@@ -54,21 +39,16 @@ class Collector:
     def __init__(self, ledger: LivePageLedger, settings: Settings) -> None:
         self._ledger = ledger
         self._settings = settings
-        self._began = 0.0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._recent = Recent()
         self._event = self._version = BEGINNING
-        self._is_anew = True
-        self._untold: list[ToldEvent] = []  # since the last look that went well
         self._open: dict[str, OpenTask] = {}
         self._place: Bookmark | None = None
-        self._seen: dict[str, tuple[Phase, float]] = {}  # task -> phase, since
-        self._described: dict[str, Described] = {}
-        self._described_at = 0.0
+        self._phases: dict[str, Phase] = {}  # by task
 
-    async def look(self) -> Collected:
+    async def look(self) -> Snapshot:
         """Collect a snapshot. Raises NoRun until the run exists, and the client's errors."""
         try:
             return await self._looked()
@@ -78,105 +58,81 @@ class Collector:
             self._begin_anew()
             raise
 
-    async def _looked(self) -> Collected:
-        spent = _Stopwatch()
+    async def _looked(self) -> Snapshot:
         tally, opened = await self._ledger.opened(self._place)
         on_their_way = [] if opened.all_tasks else self._on_their_way()
         moved = await self._ledger.tasks(on_their_way)
-        with spent:
-            if opened.all_tasks:
-                self._open.clear()
-            for name, task in (*opened.tasks.items(), *moved.items()):
-                if task is None:
-                    self._open.pop(name, None)
-                else:
-                    self._open[name] = task
-            # A release that doesn't keep the log may have changed something.
-            self._place = opened.place if len(self._open) == tally.tasks else None
-        if not await self._caught_up(spent):
+        if opened.all_tasks:
+            self._open.clear()
+        for name, task in (*opened.tasks.items(), *moved.items()):
+            if task is None:
+                self._open.pop(name, None)
+            else:
+                self._open[name] = task
+        # A release that doesn't keep the log may have changed something.
+        self._place = opened.place if len(self._open) == tally.tasks else None
+        if not await self._caught_up():
             self._begin_anew()
             return await self._looked()
         memory = RedisMemory(*await self._ledger.memory())
         admitted = await self._ledger.admitted() if tally.admitted else set()
         held = {owner: await self._ledger.held(owner) for owner in self._owners()}
         heard = await self._ledger.heard(_WORKERS)
-        if tally.now - self._described_at > _REGISTER_S or heard.keys() != self._described.keys():
-            self._described = await self._ledger.described(list(heard))
-            self._described_at = tally.now
+        described = await self._ledger.described(list(heard))
         leading = await self._ledger.leading()
-        with spent:
-            self._began = self._began or tally.now
-            tasks = self._placed(tally, admitted, held)
-            workers = tuple(
-                _worker(name, at, self._described[name]) for name, at in sorted(heard.items())
-            )
-            phases = Counter(task.phase for task in tasks)
-            recent = self._recent
-            recent.gauge(tally, memory.used, phases["training"], phases["uploading"], leading)
-            snapshot = Snapshot(
-                name=self._ledger.keys.name,
-                settings=self._settings,
-                tally=tally,
-                now=tally.now,
-                position=self._event,
-                moved=recent.moved or tally.run.created,
-                began=self._began,
-                memory=memory,
-                tasks=tuple(tasks[:_SHOWN]),
-                phases={phase: phases[phase] for phase in PHASES},
-                oldest=next((task.since for task in tasks if task.since is not None), None),
-                workers=workers,
-                leading=leading,
-                rates=recent.rates,
-                measured=tuple(sorted(recent.measured.values(), key=lambda one: one.version)),
-                ended=recent.ended.newest(),
-                reasons=tuple(recent.reasons),
-                made=recent.made.newest(),
-                gauged=recent.gauged.newest(),
-                told=tuple(recent.told),
-            )
-        is_anew, self._is_anew = self._is_anew, False
-        news, self._untold = self._untold, []
-        return Collected(snapshot, news, is_anew, spent.seconds)
+        self._phases = {
+            name: _phase(task, name in admitted, held.get(task.owner or ""))
+            for name, task in self._open.items()
+        }
+        opened_at = [at for name in self._open if (at := time_of(name)) is not None]
+        deadlines = [at for one in self._open.values() if (at := one.deadline) is not None]
+        workers = tuple(_worker(name, at, described[name]) for name, at in sorted(heard.items()))
+        phases = Counter(self._phases.values())
+        recent = self._recent
+        recent.gauge(tally, memory.used, phases["training"], phases["uploading"], leading)
+        return Snapshot(
+            settings=self._settings,
+            tally=tally,
+            now=tally.now,
+            memory=memory,
+            phases={phase: phases[phase] for phase in PHASES},
+            oldest=min(opened_at, default=None),
+            deadline=min(deadlines, default=None),
+            workers=workers,
+            leading=leading,
+            measured=tuple(
+                Measurement(at, max(0.0, one.time - tally.run.created), at, one.metrics or {})
+                for at, one in sorted(recent.measured.items())
+            ),
+            ended=recent.ended.newest(),
+            reasons=tuple(recent.reasons),
+            made=recent.made.newest(),
+            gauged=recent.gauged.newest(),
+            told=tuple(recent.told),
+        )
 
-    async def _caught_up(self, spent: _Stopwatch) -> bool:
+    async def _caught_up(self) -> bool:
         """Read until there is nothing new; False if something may be missing."""
         while True:
             some = await self._ledger.news(self._event, self._version, most=_READ)
             if some.is_gap:
                 return False
-            with spent:
-                self._recent.publish(some.versions)
-                self._untold += self._recent.tell(some.events)
-                self._event = some.events[-1].id if some.events else self._event
-                self._version = some.versions[-1].id if some.versions else self._version
+            self._recent.publish(some.versions)
+            self._recent.tell(some.events)
+            self._event = some.events[-1].id if some.events else self._event
+            self._version = some.versions[-1].id if some.versions else self._version
             if some.is_all:
                 return True
 
     def _on_their_way(self) -> list[str]:
         """Tasks that no trainer had in the last snapshot."""
-        found = (name for name, (phase, *_) in self._seen.items() if phase in _ON_THEIR_WAY)
-        return list(islice(found, _SHOWN))
+        found = (name for name, phase in self._phases.items() if phase in _ON_THEIR_WAY)
+        return list(islice(found, _LOOKED_UP))
 
     def _owners(self) -> list[str]:
         """Owners with open tasks in their streams; '' stands for the pool."""
         found = {task.owner or "" for task in self._open.values() if task.entry is not None}
         return sorted(found)[:_STREAMS]
-
-    def _placed(
-        self, tally: Tally, admitted: set[str], held: Mapping[str, HeldEntries]
-    ) -> list[SeenTask]:
-        """The open tasks with their phases, oldest first."""
-        found, seen = list[SeenTask](), dict[str, tuple[Phase, float]]()
-        for name, task in self._open.items():
-            before = self._seen.get(name)
-            phase = _phase(task, name in admitted, held.get(task.owner or ""))
-            since = before[1] if before is not None and before[0] == phase else tally.now
-            seen[name] = phase, since
-            found.append(SeenTask(name, task.device, phase, time_of(name), since, task.deadline))
-        self._seen = seen
-        found.sort(key=lambda one: one.since or 0.0)
-        return found
 
 
 def _phase(task: OpenTask, is_admitted: bool, held: HeldEntries | None) -> Phase:
@@ -201,17 +157,3 @@ def _worker(name: str, heard: float, described: Described) -> SeenWorker:
     owns = described.about.get("owns")
     owned = len(owns) if isinstance(owns, list) else 0
     return SeenWorker(name, described.is_gateway, owned, heard or None)
-
-
-class _Stopwatch:
-    """Adds up the time spent in its `with` blocks."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = perf_counter()
-
-    def __exit__(self, *_error: object) -> None:
-        self.seconds += perf_counter() - self._began

@@ -18,14 +18,6 @@ LOOK_S = 10.0  # over which waiting is averaged
 LOOKS = 3  # at least, that the bottleneck is told by
 WAIT = 1.0  # task on average: less is not worth mentioning
 
-_TELLS: dict[FlowPlace, str] = {
-    "triggers": "tasks that no coordinator has handed out",
-    "waiting": "tasks that no trainer has taken",
-    "training": "tasks that a trainer or a device has",
-    "uploads": "answers that no coordinator has admitted",
-    "queue": "updates that the updater has not taken",
-    "updater": "updates that wait for the rest of their version",
-}
 _HELPS: dict[FlowPlace, tuple[str, str]] = {
     "triggers": ("The coordinators", "another coordinator may help, or a faster Redis"),
     "waiting": ("The trainers", "more trainers would help"),
@@ -37,102 +29,93 @@ _HELPS: dict[FlowPlace, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a task: number of tasks in it, and rate."""
+    """A stage of a task: the number of tasks in it, and their rate."""
 
     name: FlowPlace
     tells: str  # what is counted
     count: int
-    rate: float | None  # a second; None: not known
-    passing: str  # what the rate counts
-    is_bottleneck: bool
-
-
-@dataclass(frozen=True)
-class Bottleneck:
-    """The stage with the bottleneck, and sentences that say why."""
-
-    place: FlowPlace | None  # None: nothing in particular
-    text: str  # sentences
+    rate: float | None = None  # a second; None: not known
+    passing: str = ""  # what the rate counts
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The stages in the order in which a task passes them."""
+    """The stages in the order in which a task passes them, and the bottleneck."""
 
     stages: tuple[Stage, ...]
-    bottleneck: Bottleneck
+    bottleneck: FlowPlace | None  # None: nothing in particular
+    text: str  # sentences that say why
 
 
 def flow(snapshot: Snapshot) -> Flow:
     """The flow of a snapshot, and its bottleneck."""
-    phases, rates, tally = snapshot.phases, snapshot.rates, snapshot.tally
-    found = bottleneck(snapshot)
-    answered = rates.used + rates.refused
-    known: list[tuple[FlowPlace, int, float | None, str]] = [
-        ("triggers", phases.get("triggered", 0), rates.issued, "begun"),
-        ("waiting", phases.get("waiting", 0), None, ""),
-        ("training", phases.get("training", 0), None, ""),
-        ("uploads", phases.get("uploading", 0), None, ""),
-        ("queue", tally.backlog, answered, "decided"),
-        ("updater", tally.head.buffered, rates.versions, "versions"),
-    ]
-    return Flow(
-        tuple(
-            Stage(
-                name,
-                _TELLS[name],
-                count,
-                rate if rates.over_s > 0 else None,
-                passing,
-                name == found.place,
-            )
-            for name, count, rate, passing in known
+    phases, tally = snapshot.phases, snapshot.tally
+    place, text = _bottleneck(snapshot)
+    stages = (
+        Stage(
+            "triggers",
+            "tasks that no coordinator has handed out",
+            phases.get("triggered", 0),
+            snapshot.rate("issued"),
+            "begun",
         ),
-        found,
+        Stage("waiting", "tasks that no trainer has taken", phases.get("waiting", 0)),
+        Stage("training", "tasks that a trainer or a device has", phases.get("training", 0)),
+        Stage("uploads", "answers that no coordinator has admitted", phases.get("uploading", 0)),
+        Stage(
+            "queue",
+            "updates that the updater has not taken",
+            tally.backlog,
+            snapshot.rate("decided"),
+            "decided",
+        ),
+        Stage(
+            "updater",
+            "updates that wait for the rest of their version",
+            tally.head.buffered,
+            snapshot.rate("version"),
+            "versions",
+        ),
     )
+    return Flow(stages, place, text)
 
 
-def bottleneck(snapshot: Snapshot) -> Bottleneck:
-    """The stage in which most tasks wait, or else the one that takes the time."""
+def _bottleneck(snapshot: Snapshot) -> tuple[FlowPlace | None, str]:
+    """The stage in which most tasks wait, or else the one that takes the time; and why."""
     if snapshot.tally.run.state == "finished":
-        return Bottleneck(None, "The run is finished.")
+        return None, "The run is finished."
     if len(snapshot.gauged) < LOOKS:
-        return Bottleneck(None, "What holds the tasks up is told after three looks.")
-    waits, over_s = waiting(snapshot)
+        return None, "What holds the tasks up is told after three looks."
+    waits, over_s = _waiting(snapshot)
     place = max(waits, key=lambda one: waits[one])
     if waits[place] >= WAIT:
         who, helps = _HELPS[place]
-        verb = "is" if who.endswith("updater") else "are"
-        return Bottleneck(
-            place,
+        verb, them = ("is", "it") if who.endswith("updater") else ("are", "them")
+        return place, (
             f"{who} {verb} the bottleneck: {waits[place]:.1f} tasks on average waited for "
-            f"{'it' if verb == 'is' else 'them'} over the last {over_s:.0f} s, more than anywhere "
-            f"else; {helps}.",
+            f"{them} over the last {over_s:.0f} s, more than anywhere else; {helps}."
         )
     target, mean = snapshot.settings.scheduler.target_staleness, snapshot.tally.head.mean_staleness
     if target is not None and mean > target:
-        return Bottleneck(
-            None,
+        return None, (
             f"The scheduler holds back: updates are {mean:.2f} versions late on average, above "
-            f"scheduler.target_staleness = {target:g}.",
+            f"scheduler.target_staleness = {target:g}."
         )
     training = snapshot.phases.get("training", 0)
     if training and isinstance(snapshot.settings.policy, Rounds):
-        return Bottleneck(
-            "training",
+        return "training", (
             f"Training takes the time: the round waits for {counted(training, 'device')} that still"
-            f" {'trains' if training == 1 else 'train'}, and nothing waits for a service.",
+            f" {'trains' if training == 1 else 'train'}, and nothing waits for a service."
         )
     if training:
-        return Bottleneck(
-            "training",
+        return "training", (
             "Training takes the time: nothing waits for a service. More tasks in flight, and "
-            "trainers for them, would make more versions, from staler updates.",
+            "trainers for them, would make more versions, from staler updates."
         )
-    return Bottleneck(None, "Nothing waits: too little is going on for a bottleneck.")
+    return None, "Nothing waits: too little is going on for a bottleneck."
 
 
-def waiting(snapshot: Snapshot) -> tuple[dict[FlowPlace, float], float]:
+def _waiting(snapshot: Snapshot) -> tuple[dict[FlowPlace, float], float]:
     """Mean number of waiting tasks by stage, and the seconds of that mean.
 
     ``Snapshot.gauged`` must have at least ``LOOKS`` rows.

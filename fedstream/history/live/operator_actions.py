@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.core.errors import FedstreamError
+from fedstream.core.messages import Trigger
+from fedstream.core.records import Run
+from fedstream.operate import dead
+from fedstream.operate.dead import DeadLetters
 from fedstream.settings.config import Settings
-
-if TYPE_CHECKING:
-    from fedstream.core.messages import Trigger
-    from fedstream.core.records import Run
-    from fedstream.operate.dead import DeadLetters
 
 WHY_STOPPED = "stopped by an operator"
 
@@ -50,16 +48,12 @@ class OperatorActions:
 
     async def seen(self) -> tuple[DeadLetters, Run]:
         """The dead letters and the run's state. Raises FedstreamError."""
-        from fedstream.operate import dead
-
         async with self._connected() as client:
             letters = await dead.read(client, self._keys)
             return letters, await OperatorLedger(client, self._keys, "page").run()
 
     async def retry(self, letter: str) -> Trigger:
         """Retry a dead letter, given by its id. Raises FedstreamError."""
-        from fedstream.operate import dead
-
         async with self._connected() as client:
             (found,) = (await dead.read(client, self._keys)).find([letter])
             return await dead.retry(client, self._keys, found)

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import markupsafe
 import numpy as np
 
+from fedstream.core.messages import Event
 from fedstream.history import charts
 from fedstream.history.charts import Chart
 from fedstream.history.devices import DeviceTable, devices_of
 from fedstream.history.display import duration, failing
 from fedstream.history.live.alarms import alarms
 from fedstream.history.live.flow import flow
+from fedstream.history.live.recent import is_measurement
 from fedstream.history.live.snapshot import Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.history.table import RowArray, is_used_row
-from fedstream.history.ui.pages import LABELS, facts_of_device
 from fedstream.history.ui.templating import rendered
-from fedstream.terminal import measure
+from fedstream.runtime.text import escaped
+from fedstream.terminal import measure, number, spaced
 from fedstream.trainer.goals import best_of, goal_of
 
-SHOWN = 50  # devices in the table: the first by the column that it is sorted by
+SHOWN = 50  # devices in the table
 _METRICS = 4  # in the headline
 _DRAWN = 2  # metrics with charts of their own
+_TEXT = 300  # characters of an error that is shown
 
 
 def headline_html(snapshot: Snapshot, *, away_s: float = 0.0) -> str:
@@ -42,14 +46,14 @@ def headline_html(snapshot: Snapshot, *, away_s: float = 0.0) -> str:
 
 
 def _pace(snapshot: Snapshot) -> str:
-    tally, rates = snapshot.tally, snapshot.rates
+    tally, pace = snapshot.tally, snapshot.rate("version")
     left = tally.run.versions - tally.head.version
     if tally.run.state == "finished":
         took = (tally.run.finished or tally.head.time) - tally.run.created
         return f"finished: {tally.run.why} · took {duration(max(0.0, took))}"
-    if not rates.versions or left <= 0:
+    if not pace or left <= 0:
         return ""
-    return f"{rates.versions:.3g} versions/s, {duration(left / rates.versions)} left"
+    return f"{pace:.3g} versions/s, {duration(left / pace)} left"
 
 
 def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
@@ -93,28 +97,14 @@ def curves_html(snapshot: Snapshot) -> str:
 
 def curves_of(snapshot: Snapshot) -> list[Chart]:
     """The charts of :func:`curves_html`."""
-    measured = snapshot.measurements
+    measured = snapshot.measured
     names = list(dict.fromkeys(name for one in measured for name in one.metrics))[:_DRAWN]
-    seconds = dict(
-        zip(
-            [float(one.version) for one in measured],
-            np.maximum.accumulate([one.seconds for one in measured]).tolist(),
-            strict=True,
-        )
-    )
+    times = np.maximum.accumulate([one.seconds for one in measured]).tolist() if measured else []
+    seconds = dict(zip([one.version for one in measured], times, strict=True))
     found = []
     for one in charts.of_metrics(measured, names):
-        found += [
-            one,
-            replace(
-                one,
-                name=f"{one.name}-time",
-                title=f"{one.title} over time",
-                unit="seconds",
-                x=[seconds[version] for version in one.x],
-                versions=False,
-            ),
-        ]
+        again = replace(one, name=f"{one.name}-time", title=f"{one.title} over time")
+        found += [one, *charts.over_time([again], "seconds", lambda at: [seconds[v] for v in at])]
     return [*found, *charts.of_updates(_used(snapshot), "loss")]
 
 
@@ -141,41 +131,47 @@ def alarms_html(snapshot: Snapshot) -> str:
 
 def device_table(snapshot: Snapshot) -> DeviceTable:
     """The devices' figures, in the newest ended tasks that the snapshot has."""
-    return devices_of(snapshot.ended, vectors=snapshot.pushes.rows, now=snapshot.now)
+    return devices_of(snapshot.ended, now=snapshot.now)
 
 
-def devices_html(snapshot: Snapshot, sort: str = "") -> str:
-    """The devices' table. ``sort``: column or -column; default: most outliers first."""
+def devices_html(snapshot: Snapshot) -> str:
+    """The devices' table, most outliers first."""
     table = device_table(snapshot)
     return rendered(
         "live/devices.html",
         table=table,
-        rows=table.rows(sort, most=SHOWN),
-        pushes=snapshot.pushes,
-        sort=sort if sort.removeprefix("-") in ("device", *table.figures) else "",
+        rows=table.rows("", most=SHOWN),
+        is_recorded=snapshot.is_recorded,
         ends=len(snapshot.ended),
     )
 
 
-def device_html(snapshot: Snapshot, device: int) -> str:
-    """One device's figures, charts and open tasks."""
-    table, used = device_table(snapshot), _used(snapshot)
-    row = next(iter(table.rows(only=device)), None)
-    return rendered(
-        "live/device.html",
-        device=device,
-        row=row,
-        labels=LABELS,
-        pushes=snapshot.pushes,
-        facts=[] if row is None else facts_of_device(table, row),
-        ends=len(snapshot.ended),
-        charts=charts.of_device_rows(used[used["device"] == device]),
-        tasks=[
-            {"phase": one.phase, "seconds": max(0.0, snapshot.now - one.phase_since)}
-            for one in snapshot.tasks
-            if one.device == device
-        ],
-    )
+def events_html(snapshot: Snapshot) -> str:
+    """The newest events, newest first."""
+    return rendered("live/events.html", events=[event_line(one) for one in reversed(snapshot.told)])
+
+
+def event_line(event: Event) -> tuple[float, str, str]:
+    """An event's time, its kind, and its text."""
+    if is_measurement(event):
+        said = [f"{name} {measure(value)}" for name, value in (event.metrics or {}).items()]
+        return event.time, "measured", f"version {event.version}: {', '.join(said)}"
+    words = [
+        f"{name} {number(value)}"
+        for name, value in (("device", event.device), ("version", event.version))
+        if value is not None
+    ]
+    if event.outcome is None:
+        text = (event.text or "").strip().rpartition("\n")[2][:_TEXT]
+        words = [event.service, *words, spaced(event.reason or ""), text]
+    else:
+        if event.reason:
+            words.append(f"because {spaced(event.reason)}")
+        if event.staleness is not None:
+            words.append(f"staleness {event.staleness}")
+        if event.weight is not None:
+            words.append(f"weight {number(event.weight, 3)}")
+    return event.time, spaced(event.outcome or event.what), " · ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -193,5 +189,17 @@ PANELS = (
     LivePanel("staleness", "Staleness", staleness_html),
     LivePanel("alarms", "Alerts", alarms_html),
     LivePanel("devices", "Devices", devices_html),
+    LivePanel("events", "Newest events", events_html),
 )
 """In the order in which they are shown."""
+
+
+def parts_of(snapshot: Snapshot) -> dict[str, str]:
+    """All parts of the page that change, as HTML by name."""
+    run = snapshot.tally.run
+    state = f"{run.state}: {run.why}" if run.why else run.state
+    return {
+        "state": str(markupsafe.escape(escaped(state))),
+        "headline": headline_html(snapshot),
+        **{panel.name: panel.html(snapshot) for panel in PANELS},
+    }

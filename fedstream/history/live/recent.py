@@ -14,17 +14,16 @@ from fedstream.broker.streams import Entry
 from fedstream.core.errors import BadMessage
 from fedstream.core.messages import OUTCOMES, Contribution, Event, Version
 from fedstream.core.records import Tally
-from fedstream.history.live.snapshot import GAUGED, Rates, SeenMetrics, ToldEvent
+from fedstream.history.live.snapshot import GAUGED
 from fedstream.history.table import MADE, NONE, UPDATE, RowArray, or_nan, update_row, whole
 
 ROWS = 16_384  # of ended tasks and of versions
 _GAUGES = 1800
 _MEASURED = 10_000
-_SHOWN = 50  # events, without measurements
+_SHOWN = 50  # events
 _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
-_OVER_S = 10.0  # for rates
 _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
 
 
@@ -62,38 +61,31 @@ class Recent:
 
     def __init__(self) -> None:
         self.reasons: list[str] = [""]
-        self.measured: dict[int, SeenMetrics] = {}
-        self.told: deque[ToldEvent] = deque(maxlen=_SHOWN)
+        self.measured: dict[int, Event] = {}
+        self.told: deque[Event] = deque(maxlen=_SHOWN)
         self.ended = Ring(UPDATE, ROWS)
         self.made = Ring(MADE, ROWS)
         self.gauged = Ring(GAUGED, _GAUGES)
-        self.moved = 0.0  # time of the newest event or version
         self._reasons = {"": 0}
         self._rows: dict[str, int] = {}  # task -> its row, of those used and not in a version yet
         self._unmatched: dict[str, Contribution] = {}
-        self._counts: deque[tuple[float, dict[str, int]]] = deque()
 
-    def tell(self, entries: Iterable[Entry]) -> list[ToldEvent]:
-        """Add events, in order; returns the readable ones."""
-        told: list[ToldEvent] = []
+    def tell(self, entries: Iterable[Entry]) -> None:
+        """Add events, in order; unreadable ones are left out."""
         for entry in entries:
             with suppress(BadMessage):
-                told.append((entry.id, self._told(Event.decode(entry.data))))
-            self.moved = max(self.moved, entry.time)
-        self.told += [one for one in told if not is_measurement(one[1])]
-        return told
+                self._tell(Event.decode(entry.data))
 
-    def _told(self, event: Event) -> Event:
+    def _tell(self, event: Event) -> None:
         text = event.text and event.text[-_TEXT:]
         event = event.model_copy(update={"time": _moment(event.time), "text": text})
         if is_measurement(event) and event.version is not None:
-            found = SeenMetrics(event.version, event.time, event.metrics or {})
-            self.measured[found.version] = found
+            self.measured[event.version] = event
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
         elif event.what == "outcome" and event.outcome is not None:
             self._end(event)
-        return event
+        self.told.append(event)
 
     def _end(self, event: Event) -> None:
         used = self._unmatched.pop(event.task or "", None)
@@ -134,7 +126,6 @@ class Recent:
                         _bounded(self._unmatched, update.task, update)
                         continue
                     self.ended.set(row, "loss", or_nan(update.loss))
-            self.moved = max(self.moved, entry.time)
 
     def gauge(
         self, tally: Tally, memory: int, training: int, uploading: int, leading: Collection[str]
@@ -151,33 +142,11 @@ class Recent:
                 training,
                 uploading,
                 tally.dead,
+                tally.issued,
+                sum(tally.outcomes[name] for name in ("applied", "buffered", "refused")),
+                tally.head.version,
                 ("scheduler" in leading) + 2 * ("updater" in leading),
             )
-        )
-        counts: dict[str, int] = {"issued": tally.issued, "versions": tally.head.version}
-        counts.update({str(outcome): n for outcome, n in tally.outcomes.items()})
-        self._counts.append((tally.now, counts))
-        while self._counts[0][0] < tally.now - _OVER_S:
-            self._counts.popleft()
-
-    @property
-    def rates(self) -> Rates:
-        """Rates over the last ten seconds."""
-        if len(self._counts) < 2:
-            return Rates()
-        (began, before), (now, after) = self._counts[0], self._counts[-1]
-        if now <= began:
-            return Rates()
-        # Redis may have fallen back meanwhile.
-        by = {name: max(0, n - before[name]) / (now - began) for name, n in after.items()}
-        return Rates(
-            now - began,
-            by["issued"],
-            by["applied"] + by["buffered"],
-            by["refused"],
-            by["given_up"],
-            by["dead"],
-            by["versions"],
         )
 
 

@@ -7,9 +7,8 @@ certain ones before likely ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -17,7 +16,8 @@ from fedstream.coordinator.policies import Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.messages import OUTCOMES
 from fedstream.history.display import duration, failing
-from fedstream.history.live.snapshot import Phase, SeenWorker, Snapshot
+from fedstream.history.live.snapshot import Phase, Snapshot
+from fedstream.history.table import is_used_row
 from fedstream.history.timeline import is_stalled
 from fedstream.terminal import counted
 from fedstream.trainer.devices import AlwaysAvailable, eligible
@@ -27,8 +27,6 @@ FULL = 0.98  # of Redis's memory: beyond it, writes are about to be refused
 _SILENT = 0.5  # of the time after which a trainer is struck off
 _ENDS = 3  # at least, all with the same outcome: then that is what stops the run
 _CHECKED = 1000  # devices whose availability is looked up
-
-Explanation: TypeAlias = Callable[[Snapshot], str | None]
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ def stalled(snapshot: Snapshot, *, away_s: float = 0.0) -> Standstill | None:
         return _last_measurement(snapshot, idle)
     if not is_stalled(idle, usual_s(snapshot), first=snapshot.tally.head.version == 0):
         return None
-    why = next(
-        (said for cause in CAUSES if (said := cause(snapshot))), "no cause is known from here"
-    )
+    why = next(_causes(snapshot), "no cause is known from here")
     return Standstill(f"Stalled for {duration(idle)} because {why}.")
 
 
@@ -92,210 +88,142 @@ def _last_measurement(snapshot: Snapshot, idle: float) -> Standstill | None:
     )
 
 
-# causes: each says what follows 'because', or None
+# Causes: what follows 'because'.
 
 
-def memory_is_full(snapshot: Snapshot) -> str | None:
-    """Redis refuses writes."""
+def _causes(snapshot: Snapshot) -> Iterator[str]:
+    """The causes that hold, in the order in which they are told."""
+    yield from _of_the_core(snapshot)
+    yield from _of_trainers(snapshot)
+    yield from _of_new_tasks(snapshot)
+    yield from _of_open_tasks(snapshot)
+
+
+def _of_the_core(snapshot: Snapshot) -> Iterator[str]:
+    """Redis refuses writes, or the updater doesn't work."""
     used, limit = snapshot.memory.used, snapshot.memory.limit
-    if not limit or used < FULL * limit:
-        return None
-    return (
-        f"Redis is full ({used / limit:.0%} of {limit >> 20:,} MiB): it refuses writes until there "
-        "is room"
-    )
+    if limit and used >= FULL * limit:
+        yield (
+            f"Redis is full ({used / limit:.0%} of {limit >> 20:,} MiB): it refuses writes until "
+            "there is room"
+        )
+    queued, most = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
+    wait = f"{counted(queued, 'update')} {'waits' if queued == 1 else 'wait'}"
+    if "updater" not in snapshot.leading:
+        successor = _successor(snapshot.settings.updater.lease_s)
+        yield f"no updater is active, and {wait} for one: {successor}"
+    if queued:
+        full = (
+            f", at its limit of {most:,}, so that no task begins either" if queued >= most else ""
+        )
+        yield (
+            f"the updater takes nothing from the queue: {wait}{full} (its log says why: a full "
+            "disk, for example)"
+        )
 
 
-def no_updater_leads(snapshot: Snapshot) -> str | None:
-    """No process holds the updater's lease."""
-    if "updater" in snapshot.leading:
-        return None
-    waiting = snapshot.tally.backlog
-    waits = f"and {counted(waiting, 'update')} {'waits' if waiting == 1 else 'wait'} for one"
-    return f"no updater is active, {waits}: {_successor(snapshot.settings.updater.lease_s)}"
+def _of_trainers(snapshot: Snapshot) -> Iterator[str]:
+    """No trainer is registered, all are silent, or no device is connected to a gateway."""
+    workers, open_ = snapshot.workers, snapshot.tally.tasks
+    if not snapshot.tally.trainers:
+        are = f"{counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open"
+        yield "no trainer is alive" + (f", and {are}" if open_ else "")
+    if len(workers) < snapshot.tally.trainers:  # the others are not known here
+        return
+    ages = [(snapshot.now - one.heard, one.name) for one in workers if one.heard is not None]
+    if ages and min(ages)[0] >= _SILENT * snapshot.settings.coordinator.trainer_silence_s:
+        age, name = min(ages)
+        none = (
+            f"none of the {len(ages):,} trainers" if len(ages) > 1 else "not even the only trainer"
+        )
+        yield (
+            f"{none} says anything, perhaps because they are paused or cut off: {name} spoke last, "
+            f"{duration(age)} ago. Tasks in hand go to others once their leases of "
+            f"{snapshot.settings.lease.seconds:g} s have run out"
+        )
+    if workers and all(one.is_gateway and not one.owns for one in workers):
+        gateway = "the gateway" if len(workers) == 1 else "any gateway"
+        yield f"no device is connected to {gateway}"
 
 
-def updater_is_silent(snapshot: Snapshot) -> str | None:
-    """Updates wait, and the active updater takes none."""
-    waiting, limit = snapshot.tally.backlog, snapshot.settings.scheduler.max_queue
-    if not waiting:
-        return None
-    full = f", at its limit of {limit:,}, so that no task begins either" if waiting >= limit else ""
-    return (
-        f"the updater takes nothing from the queue: {counted(waiting, 'update')} "
-        f"{'waits' if waiting == 1 else 'wait'}{full} (its log says why: a full disk, for example)"
-    )
-
-
-def no_trainer_is_alive(snapshot: Snapshot) -> str | None:
-    """No trainer is registered."""
-    if snapshot.tally.trainers:
-        return None
-    open_ = snapshot.tally.tasks
-    rest = f", and {counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open" if open_ else ""
-    return f"no trainer is alive{rest}"
-
-
-def no_device_is_connected(snapshot: Snapshot) -> str | None:
-    """Only gateways train, and no device is at one."""
-    gateways = [one for one in snapshot.workers if one.is_gateway]
-    if not gateways or len(gateways) < len(snapshot.workers):
-        return None
-    if len(snapshot.workers) < snapshot.tally.trainers or any(one.owns for one in gateways):
-        return None
-    return f"no device is connected to {'the gateway' if len(gateways) == 1 else 'any gateway'}"
-
-
-def trainers_are_silent(snapshot: Snapshot) -> str | None:
-    """All registered trainers are silent: paused, or cut off."""
-    limit = snapshot.settings.coordinator.trainer_silence_s
-    ages = list(_silences(snapshot))
-    if not ages or len(snapshot.workers) < snapshot.tally.trainers:
-        return None
-    if min(age for _, age in ages) < _SILENT * limit:
-        return None
-    worker, age = min(ages, key=lambda one: one[1])
-    lease = snapshot.settings.lease.seconds
-    who = f"none of the {len(ages):,} trainers" if len(ages) > 1 else "not even the only trainer"
-    return (
-        f"{who} says anything, perhaps because they are paused or cut off: {worker.name} spoke "
-        f"last, {duration(age)} ago. Tasks in hand go to others once their leases of {lease:g} s "
-        "have run out"
-    )
-
-
-def _silences(snapshot: Snapshot) -> Iterator[tuple[SeenWorker, float]]:
-    for worker in snapshot.workers:
-        if worker.heard is not None:
-            yield worker, snapshot.now - worker.heard
-
-
-def nothing_is_used(snapshot: Snapshot) -> str | None:
-    """Tasks end, but none of them makes a version."""
+def _of_new_tasks(snapshot: Snapshot) -> Iterator[str]:
+    """Tasks end without a version, or none begins."""
     since = snapshot.ended[snapshot.ended["time"] > snapshot.tally.head.time]
-    used = np.isin(since["outcome"], [OUTCOMES.index(name) for name in ("applied", "buffered")])
-    if len(since) < _ENDS or used.any():
-        return None
-    ends = Counter(zip(since["outcome"].tolist(), since["reason"].tolist(), strict=True))
-    (outcome, reason), count = ends.most_common(1)[0]
-    what = {
-        "refused": "is refused",
-        "given_up": "is given up",
-        "dead": "becomes a dead letter",
-    }[OUTCOMES[outcome]]
-    why = snapshot.reasons[reason] or "no reason was given"
-    return f"every task that ends {what}: {why} ({count:,} of the last {len(since):,})"
+    if len(since) >= _ENDS and not is_used_row(since).any():
+        ends = Counter(zip(since["outcome"].tolist(), since["reason"].tolist(), strict=True))
+        (outcome, reason), count = ends.most_common(1)[0]
+        verb = {
+            "refused": "is refused",
+            "given_up": "is given up",
+            "dead": "becomes a dead letter",
+        }[OUTCOMES[outcome]]
+        why = snapshot.reasons[reason] or "no reason was given"
+        yield f"every task that ends {verb}: {why} ({count:,} of the last {len(since):,})"
+    if snapshot.tally.tasks:
+        return
+    policy = snapshot.settings.policy
+    devices_decide = isinstance(policy, Policy) and policy.devices_decide
+    if "scheduler" not in snapshot.leading and not devices_decide:
+        successor = _successor(snapshot.settings.scheduler.lease_s)
+        yield f"no scheduler is active, so no task begins: {successor}"
+    yield from _of_devices(snapshot, devices_decide=devices_decide)
 
 
-def no_scheduler_leads(snapshot: Snapshot) -> str | None:
-    """No task is open, and no process holds the scheduler's lease."""
-    if snapshot.tally.tasks or "scheduler" in snapshot.leading or _devices_decide(snapshot):
-        return None
-    successor = _successor(snapshot.settings.scheduler.lease_s)
-    return f"no scheduler is active, so no task begins: {successor}"
+def _of_devices(snapshot: Snapshot, *, devices_decide: bool) -> Iterator[str]:
+    """No device may begin a task."""
+    tally, settings = snapshot.tally, snapshot.settings
+    devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
+    if barred >= devices:
+        yield f"all {counted(devices, 'device')} are in quarantine"
+    if devices_decide:
+        yield "the devices decide when they train (scheduler.policy none), and none has begun"
+    known = settings.devices.availability
+    if not isinstance(known, AlwaysAvailable) and devices <= _CHECKED:
+        at = snapshot.now - tally.run.created
+        if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
+            yield f"none of the {devices:,} devices is available now (devices.availability)"
+    if len(tally.failing) >= devices - barred:
+        named = failing(tally.failing_devices)
+        yield f"no device works, and each is asked less and less often: {named}"
+    if rest_s := settings.scheduler.rest_s:
+        yield f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
+    yield (
+        "no task is open: no device may begin one now (scheduler.policy is "
+        f"{settings.policy.kind}; the scheduler's log says more)"
+    )
 
 
 def _successor(lease_s: float) -> str:
     return f"if it crashed, another takes over once its lease of {lease_s:g} s has run out"
 
 
-def no_device_is_eligible(snapshot: Snapshot) -> str | None:
-    """No task is open, and no device may begin one."""
-    tally = snapshot.tally
-    if tally.tasks:
-        return None
-    devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
-    if barred >= devices:
-        return f"all {counted(devices, 'device')} are in quarantine"
-    if _devices_decide(snapshot):
-        return "the devices decide when they train (scheduler.policy none), and none has begun"
-    known = snapshot.settings.devices.availability
-    if not isinstance(known, AlwaysAvailable) and devices <= _CHECKED:
-        at = snapshot.now - tally.run.created
-        if not any(eligible(known, device, tally.run.seed, at) for device in range(devices)):
-            return f"none of the {devices:,} devices is available now (devices.availability)"
-    if len(tally.failing) >= devices - barred:
-        named = failing(tally.failing_devices)
-        return f"no device works, and each is asked less and less often: {named}"
-    if rest_s := snapshot.settings.scheduler.rest_s:
-        return f"no task is open: devices that had one rest for {rest_s:g} s (scheduler.rest_s)"
-    return (
-        f"no task is open: no device may begin one now (scheduler.policy is "
-        f"{snapshot.settings.policy.kind}; the scheduler's log says more)"
-    )
-
-
-def _devices_decide(snapshot: Snapshot) -> bool:
-    policy = snapshot.settings.policy
-    return isinstance(policy, Policy) and policy.devices_decide
-
-
-def coordinators_are_slow(snapshot: Snapshot) -> str | None:
-    """Answers or triggers wait for a coordinator."""
+def _of_open_tasks(snapshot: Snapshot) -> Iterator[str]:
+    """Open tasks wait for a coordinator, for a trainer, for each other, or are being trained."""
     waits: tuple[tuple[Phase, str], ...] = (("uploading", "answer"), ("triggered", "trigger"))
-    for phase, what in waits:
+    for phase, name in waits:
         waiting = snapshot.phases.get(phase, 0)
         if waiting and waiting == snapshot.tally.tasks:
-            return f"no coordinator takes what waits for it: {counted(waiting, what)}"
-    return None
-
-
-def nobody_takes_tasks(snapshot: Snapshot) -> str | None:
-    """Trainers are alive, and none takes a task."""
-    waiting = snapshot.phases.get("waiting", 0)
-    if not waiting or snapshot.phases.get("training", 0):
-        return None
-    return (
-        f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'}, and none of the "
-        f"{counted(snapshot.tally.trainers, 'live trainer')} takes one: a trainer that died holds "
-        f"its tasks until their lease of {snapshot.settings.lease.seconds:g} s has run out"
-    )
-
-
-def batch_is_incomplete(snapshot: Snapshot) -> str | None:
-    """Some updates of the next version are there; the others are not."""
+            yield f"no coordinator takes what waits for it: {counted(waiting, name)}"
+    waiting, training = snapshot.phases.get("waiting", 0), snapshot.phases.get("training", 0)
+    if waiting and not training:
+        yield (
+            f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'}, and none of the "
+            f"{counted(snapshot.tally.trainers, 'live trainer')} takes one: a trainer that died "
+            f"holds its tasks until their lease of {snapshot.settings.lease.seconds:g} s has run "
+            "out"
+        )
+    oldest = ""
+    if snapshot.oldest is not None:
+        age = duration(max(0.0, snapshot.now - snapshot.oldest))
+        oldest = f"; the oldest open task began {age} ago"
     there, wanted = snapshot.tally.head.buffered, snapshot.settings.rule.batch
-    if wanted < 2 or not there:
-        return None
-    policy, oldest = snapshot.settings.policy, _oldest(snapshot)
-    if isinstance(policy, Rounds):
-        ends = [one.deadline for one in snapshot.tasks if one.deadline is not None]
-        until = f", for {duration(max(0.0, min(ends) - snapshot.now))} at most" if ends else ""
-        return f"the round waits for {wanted - there:,} of {wanted:,} answers{until}{oldest}"
-    return (
-        f"a version takes {wanted:,} updates and {there:,} {'is' if there == 1 else 'are'} there"
-        f"{oldest}"
-    )
-
-
-def training_takes_long(snapshot: Snapshot) -> str | None:
-    """Tasks are being trained, and nothing else happens."""
-    training = snapshot.phases.get("training", 0)
-    if not training:
-        return None
-    verb = "is" if training == 1 else "are"
-    return f"{counted(training, 'task')} {verb} still being trained{_oldest(snapshot)}"
-
-
-def _oldest(snapshot: Snapshot) -> str:
-    if snapshot.oldest is None:
-        return ""
-    return f"; the oldest open task began {duration(max(0.0, snapshot.now - snapshot.oldest))} ago"
-
-
-CAUSES: tuple[Explanation, ...] = (
-    memory_is_full,
-    no_updater_leads,
-    updater_is_silent,
-    no_trainer_is_alive,
-    trainers_are_silent,
-    no_device_is_connected,
-    nothing_is_used,
-    no_scheduler_leads,
-    no_device_is_eligible,
-    coordinators_are_slow,
-    nobody_takes_tasks,
-    batch_is_incomplete,
-    training_takes_long,
-)
-"""In the order in which they are asked."""
+    if wanted > 1 and there and isinstance(snapshot.settings.policy, Rounds):
+        ends = snapshot.deadline
+        until = f", for {duration(max(0.0, ends - snapshot.now))} at most" if ends else ""
+        yield f"the round waits for {wanted - there:,} of {wanted:,} answers{until}{oldest}"
+    elif wanted > 1 and there:
+        are = "is" if there == 1 else "are"
+        yield f"a version takes {wanted:,} updates and {there:,} {are} there{oldest}"
+    if training:
+        verb = "is" if training == 1 else "are"
+        yield f"{counted(training, 'task')} {verb} still being trained{oldest}"

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from threading import Event, Lock, RLock, Thread
 from time import monotonic
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 KEPT = 20  # answers
-KEPT_BYTES = 16 << 20  # of them, as they were sent
-_REMEMBERED = 1000  # addresses of answers that were forgotten
 _LOOK_S = 1.0  # between two looks whether a process is still there
 _REST_S = 30.0  # at most, to read what an ended process has sent: no more than a pipe holds
 # What answering any question takes, and what takes long to import.
@@ -68,7 +65,6 @@ class PageJob:
         self.part = 0.0  # of the work that is done, at least
         self.measured: dict[int, float] = {}  # value by version
         self.answer: WorkResult | None = None
-        self.size = 0  # bytes of the answer, as it was sent
         self.problem = ""  # why there is no answer
         self.seconds: float | None = None  # that the answer took
         self._began = monotonic()
@@ -201,9 +197,9 @@ class PageJob:
                 sent = channel.recv_bytes()
             except (EOFError, OSError):  # there is no more
                 return
-            self._take(pickle.loads(sent), len(sent))  # noqa: S301  (of our own process)
+            self._take(pickle.loads(sent))  # noqa: S301  (of our own process)
 
-    def _take(self, news: Headway | Failure | WorkResult, size: int) -> None:
+    def _take(self, news: Headway | Failure | WorkResult) -> None:
         match news:
             case Headway():
                 self.part = news.part
@@ -216,7 +212,7 @@ class PageJob:
                 with self._settling:
                     if self.is_going_on:  # not cancelled a moment ago
                         self.seconds = monotonic() - self._began
-                        self.answer, self.size = answer, size
+                        self.answer = answer
 
 
 def _ended(process: BaseProcess, where: Workplace) -> str:
@@ -243,16 +239,13 @@ def _kill(process: BaseProcess) -> None:
 class PageJobs:
     """The questions about one run, and their answers.
 
-    The newest answers are kept until another question begins: so many of them, and no more bytes
-    than that, but the newest however large it is.
+    The newest answers are kept, but only the newest distances, which take 50 bytes an update.
     """
 
     def __init__(self, where: Workplace) -> None:
         self._where = where
         self._is_over = False
         self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # by address, the newest last
-        # Digests of addresses, which may be long.
-        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
         self._changing = RLock()  # questions begin in one thread, and end in another
 
     @property
@@ -264,10 +257,6 @@ class PageJobs:
     def at(self, address: str) -> PageJob | None:
         """What became of a question."""
         return self._jobs.get(address)
-
-    def has_forgotten(self, address: str) -> bool:
-        """Whether a question was worked on, and what became of it is no longer kept."""
-        return _digest(address) in self._forgotten
 
     @property
     def shares(self) -> MeasuredShares | None:
@@ -287,20 +276,12 @@ class PageJobs:
                 raise Occupied("no question is taken any more: the server is stopping")
             job = self._jobs[address] = PageJob(question, address)
             self._jobs.move_to_end(address)
-            self._forgotten.pop(_digest(address), None)
-            while len(self._jobs) > KEPT or (len(self._jobs) > 2 and self._bytes > KEPT_BYTES):
-                self._forget(next(iter(self._jobs)))
+            distances = [
+                at for at, one in self._jobs.items() if isinstance(one.answer, MeasuredShares)
+            ]
+            for one in [*distances[:-1], *list(self._jobs)[:-KEPT]]:
+                self._jobs.pop(one, None)
             job.begin(self._where)
-
-    @property
-    def _bytes(self) -> int:
-        return sum(job.size for job in self._jobs.values())
-
-    def _forget(self, address: str) -> None:
-        del self._jobs[address]
-        self._forgotten[_digest(address)] = None
-        while len(self._forgotten) > _REMEMBERED:
-            self._forgotten.popitem(last=False)
 
     def end(self) -> None:
         """Cancel what is being worked on, and take no more."""
@@ -309,7 +290,3 @@ class PageJobs:
             current = self.current
             if current is not None:
                 current.cancel()
-
-
-def _digest(address: str) -> bytes:
-    return sha256(address.encode(errors="surrogatepass")).digest()

@@ -22,7 +22,7 @@ from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import questions
 from fedstream.history.ui.http import Permission, form_of
-from fedstream.history.ui.jobs import KEPT, KEPT_BYTES, Occupied, PageJob, PageJobs
+from fedstream.history.ui.jobs import Occupied, PageJob, PageJobs
 from fedstream.history.ui.pages import page
 from fedstream.history.ui.questions import Bisection, Fields, Problems, Question, keys_in
 
@@ -327,18 +327,9 @@ class QuestionRoutes:
             token=self._token,
             permission=permission,
             address=address,
-            notice=notice or self._forgotten(address),
+            notice=notice,
         )
         return form.page(run, state)
-
-    def _forgotten(self, address: str) -> str:
-        """Why the answer of an address is no longer there; '' if there was none."""
-        if not self._jobs.has_forgotten(address):
-            return ""
-        return (
-            f"This was answered, and the answer is no longer kept: the newest {KEPT} are, up "
-            f"to {KEPT_BYTES >> 20} MiB. Send the form to have it worked on again."
-        )
 
 
 def _html(made: PageAndStatus) -> web.Response:

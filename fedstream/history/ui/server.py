@@ -46,22 +46,38 @@ class PageServer:
 
     def __init__(
         self,
-        run: RecordedRun,
-        jobs: PageJobs | None = None,
+        opening: Callable[[], RecordedRun],
+        jobs: PageJobs,
         permission: Callable[[web.Request], Permission] = lambda _: "may",
     ) -> None:
-        """``jobs``: work on questions. ``permission``: the right of a sender to ask."""
-        self.run = run
+        """``opening``: opens the run, for the first request. ``jobs``: work on questions.
+        ``permission``: the right of a sender to ask.
+        """
+        self._opening = opening
+        self._run: RecordedRun | None = None
         self.is_ending = False  # nobody waits for an answer any more
-        self.jobs = jobs or PageJobs(Workplace(run.path, TaskAccess()))
-        run.measured_shares = lambda: self.jobs.shares
+        self.jobs = jobs
         self._questions = QuestionRoutes(self.jobs, self._with_run, permission)
         self._using = asyncio.Lock()
         self._waiting = 0  # requests that wait for it
         # The version whose models were shown last, and the step to it; None: none was yet.
         self._moment: tuple[int, int | None] | None = None
         self._moved = asyncio.Event()  # since somebody looked around there
-        self._answered = asyncio.Event()  # somebody's first request
+
+    @property
+    def run(self) -> RecordedRun:
+        """The run. Raises FedstreamError if it can't be opened."""
+        if self._run is None:
+            self._run = self._opening()
+            self._run.measured_shares = lambda: self.jobs.shares
+        return self._run
+
+    def close(self) -> None:
+        """Close the run's files, and end the work on questions."""
+        self.is_ending = True
+        self.jobs.end()
+        if self._run is not None:
+            self._run.close()
 
     def application(self) -> web.Application:
         """The routes."""
@@ -108,19 +124,10 @@ class PageServer:
 
     async def _prepare_pages(self, _app: web.Application) -> AsyncIterator[None]:
         looking = asyncio.create_task(self._prepare_versions(), name="look around")
-        preparing = asyncio.create_task(self._prepare(), name="prepare pages")
         yield
         self.is_ending = True
         self._moved.set()
-        self._answered.set()
-        await asyncio.gather(looking, preparing)
-
-    async def _prepare(self) -> None:
-        """Compile later pages' templates after the first answer, which must not wait for them."""
-        await self._answered.wait()
-        if not self.is_ending:
-            async with self._using:
-                await asyncio.to_thread(pages.prepare, also_later=True)
+        await looking
 
     async def _prepare_versions(self) -> None:
         """Compute likely next versions while there are no requests."""
@@ -148,7 +155,7 @@ class PageServer:
 
         def ask() -> T:
             if anew:
-                self.run = self.run.refresh()
+                self._run = self.run.refresh()
             return make(self.run)
 
         self._waiting += 1
@@ -161,7 +168,6 @@ class PageServer:
             return await asyncio.shield(asyncio.to_thread(ask))
         finally:
             self._using.release()
-            self._answered.set()
 
     async def _page(self, make: Callable[[RecordedRun], str]) -> web.Response:
         return _html(await self._with_run(make))
@@ -187,7 +193,7 @@ class PageServer:
         return await self._page(lambda run: pages.devices(run, sort))
 
     async def _device(self, request: web.Request) -> web.Response:
-        wanted = _whole("device", request.match_info["number"])
+        wanted = number_in("device", request.match_info["number"])
         window = _window(request.query)
         return await self._page(lambda run: pages.device(run, wanted, window))
 
@@ -213,7 +219,7 @@ class PageServer:
         return _html(text, 422 if problems else 200)
 
     async def _version(self, request: web.Request) -> web.Response:
-        wanted = _whole("version", request.match_info["number"])
+        wanted = number_in("version", request.match_info["number"])
         models = "models" in request.query
 
         def is_waiting() -> bool:
@@ -270,7 +276,7 @@ async def serve(
 ) -> None:
     """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
     settings = HttpSettings(host=host, port=port)
-    site = PageServer(run, PageJobs(Workplace(run.path, access)))
+    site = PageServer(lambda: run, PageJobs(Workplace(run.path, access)))
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     app = site.application()
     log = structlog.get_logger()
@@ -285,8 +291,7 @@ async def serve(
                 site.is_ending = True
             stop.listen(None)
     finally:
-        site.jobs.end()
-        site.run.close()
+        site.close()
 
 
 def _html(text: str, status: int = 200) -> web.Response:
@@ -319,10 +324,11 @@ def _window(asked: Mapping[str, str]) -> Window:
 
 def _optional(name: str, asked: Mapping[str, str]) -> int | None:
     value = asked.get(name, "")
-    return _whole(name, value) if value else None
+    return number_in(name, value) if value else None
 
 
-def _whole(name: str, value: str) -> int:
+def number_in(name: str, value: str) -> int:
+    """The number in an address, for the field ``name``. Raises NotThere."""
     text = value.strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
         raise NotThere(f"{text[:40]!r} is not {_MEANT[name]}: give a whole number, such as 12")

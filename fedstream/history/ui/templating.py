@@ -23,17 +23,12 @@ _KIB = 1024
 
 def rendered(template: str, **about: object) -> str:
     """A page of a template. All that is shown is escaped: much of it is somebody else's."""
-    return _templates().get_template(template).render(release=__version__, **about)
-
-
-def prepare(*templates: str) -> None:
-    """Compile templates before they are needed, which takes some 20 ms each."""
-    for template in templates:
-        _templates().get_template(template)
+    return templates().get_template(template).render(release=__version__, **about)
 
 
 @cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """The templates of all pages."""
     found = Environment(
         loader=PackageLoader("fedstream.history.ui"),
         autoescape=True,

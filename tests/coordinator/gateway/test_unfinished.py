@@ -30,10 +30,10 @@ from fedstream.coordinator.gateway.service import Gateway
 from fedstream.coordinator.service import Coordinator
 from fedstream.history.live.service import LiveService
 from fedstream.history.recorded_run import RecordedRun
-from fedstream.history.ui.server import PageServer
 from fedstream.settings.config import read
 from tests.coordinator.gateway.places import Place, coordinating, owned_by
 from tests.coordinator.gateway.supernodes import DEVICE, Node, changed, content, files, pushed
+from tests.fedstream.history.conftest import pages_of
 from tests.journals import Scribe
 from tests.support import Hand, wait_until
 
@@ -227,6 +227,6 @@ async def test_pages_of_a_recorded_run_take_little_for_unfinished_bodies(tmp_pat
     scribe = Scribe(tmp_path / "journal")
     scribe.update()
     scribe.close()
-    routes = list(paths(PageServer(RecordedRun(tmp_path)).routes()))
+    routes = list(paths(pages_of(RecordedRun(tmp_path)).routes()))
     with process("ui", tmp_path) as (pid, port):
         assert await asyncio.to_thread(wasteful, pid, port, routes) == {}

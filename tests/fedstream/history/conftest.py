@@ -14,6 +14,10 @@ import pytest
 
 from fedstream.core.layout import Payload
 from fedstream.core.messages import Upload
+from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.ui.jobs import PageJobs, Workplace
+from fedstream.history.ui.server import PageServer
+from fedstream.history.ui.work import TaskAccess
 from fedstream.journal import Taken
 from fedstream.settings.config import read
 from fedstream.simulation.run import run
@@ -26,6 +30,11 @@ _CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 
 VERSIONS = 60
 CHANGED = 25  # updates by the same rule in both runs
+
+
+def pages_of(run: RecordedRun) -> PageServer:
+    """The pages of a run that is open."""
+    return PageServer(lambda: run, PageJobs(Workplace(run.path, TaskAccess())))
 
 
 class Page(HTMLParser):

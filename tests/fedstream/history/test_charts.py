@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedstream.history import pictures
-from fedstream.history.charts import Window, of_both, of_pushes, of_run, thinned
+from fedstream.history.charts import Window, of_both, of_run, thinned
 from fedstream.history.measurements import recall
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.timeline import History
@@ -64,22 +64,6 @@ def test_the_newest_version_at_a_time(recorded: Path) -> None:
     run = RecordedRun(recorded)
     (third,) = run.times([3])
     assert run.newest_at([0.0, third - 0.001, third, 1e9]) == [0, 2, 3, run.newest]
-
-
-def test_newest_updates_as_vectors(recorded: Path) -> None:
-    """A cosine is known ten versions after its update."""
-    kinds = [("version", "i8"), ("norm", "f8"), ("distance", "f8"), ("cosine", "f8")]
-    rows = np.array([(3, 4.0, 2.0, 0.5), (13, 5.0, 2.5, -0.25), (50, 6.0, 3.0, nan)], kinds)
-    run = RecordedRun(recorded)
-    found = {one.name: one for one in of_pushes(run, rows)}
-    assert found["newest-norm"].x == [3.0, 13.0, 50.0]
-    assert found["newest-distance"].series[0].values == [2.0, 2.5, 3.0]
-    cosine = found["newest-cosine"]
-    assert (cosine.x, cosine.series[0].values) == ([3.0, 13.0], [0.5, -0.25])
-    (norm, *_) = of_pushes(run, rows, Window(first=10, last=20, over_time=True))
-    assert (norm.leads, norm.x) == ([13], run.times([13]))
-    assert of_pushes(run, rows[:0]) == []
-    run.close()
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 99, 100])

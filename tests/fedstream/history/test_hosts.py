@@ -17,7 +17,6 @@ from fedstream.coordinator.service import Coordinator
 from fedstream.core.errors import ConfigError
 from fedstream.history.live.service import LiveService
 from fedstream.history.recorded_run import RecordedRun
-from fedstream.history.ui.server import PageServer
 from fedstream.runtime.config import load
 from fedstream.runtime.health import Health
 from fedstream.runtime.health import routes as health_routes
@@ -25,6 +24,7 @@ from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import ConnectionLimit
 from fedstream.settings.config import Settings
 from fedstream.settings.services import http_of
+from tests.fedstream.history.conftest import pages_of
 from tests.support import context
 
 
@@ -52,7 +52,7 @@ def of_health(_recorded: Path) -> web.Application:
 
 
 def of_ui(recorded: Path) -> web.Application:
-    return PageServer(RecordedRun(recorded)).application()
+    return pages_of(RecordedRun(recorded)).application()
 
 
 @pytest.mark.parametrize("make", [of_coordinator, of_health, of_ui])

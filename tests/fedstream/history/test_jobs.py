@@ -19,7 +19,7 @@ from fedstream.history.model_stats import MeasuredShares
 from fedstream.history.ui import jobs
 from fedstream.history.ui.jobs import Occupied, PageJob, PageJobs, Workplace
 from fedstream.history.ui.questions import Bisection, Distances
-from fedstream.history.ui.work import TaskAccess, WorkBounds, WorkResult
+from fedstream.history.ui.work import TaskAccess, WorkBounds
 from tests.integration.command import TEST_GUARD_S
 from tests.support import wait_until
 
@@ -116,46 +116,18 @@ async def test_an_answer_that_cannot_be_taken_in_is_told(
     assert job.problem == "its answer can't be read: MemoryError: no room"
 
 
-def test_answers_are_kept_up_to_so_many_bytes(
+def test_the_newest_answers_are_kept_and_of_distances_one(
     poisoned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Distances take some 50 bytes an update, other answers next to nothing."""
     monkeypatch.setattr(PageJob, "begin", lambda *_: None)
-    monkeypatch.setattr(jobs, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(jobs, "KEPT", 3)
     asked = PageJobs(Workplace(poisoned, TaskAccess()))
-
-    def answered(address: str, answer: WorkResult, size: int) -> None:
-        asked.begin(QUESTION, address)
-        asked._jobs[address]._take(answer, size)
-
     for version in range(4):
-        answered(f"/distances?until={version}", MeasuredShares({}, version), 600)
-        answered(f"/bisect?until={version}", Search(version), 10)
-    assert [*asked._jobs] == ["/bisect?until=2", "/distances?until=3", "/bisect?until=3"]
+        for address, answer in (("distances", MeasuredShares({}, version)), ("b", Search(version))):
+            asked.begin(QUESTION, f"/{address}?until={version}")
+            asked._jobs[f"/{address}?until={version}"]._take(answer)
+    assert [*asked._jobs] == ["/b?until=2", "/distances?until=3", "/b?until=3"]
     assert asked.shares == MeasuredShares({}, 3)
-    answered("/huge", MeasuredShares({}, 4), 5000)
-    assert asked.at("/huge")
-    answered("/bisect?until=9", Search(9), 10)
-    assert [*asked._jobs] == ["/huge", "/bisect?until=9"]
-    assert asked.has_forgotten("/distances?until=1")
-    asked.begin(Distances(1), "/distances?until=1")
-    assert not asked.has_forgotten("/distances?until=1")
-
-
-def test_addresses_of_forgotten_answers_are_bounded(
-    poisoned: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PageJob, "begin", lambda job, _where: job.cancel())
-    monkeypatch.setattr(jobs, "KEPT", 1)
-    monkeypatch.setattr(jobs, "_REMEMBERED", 2)
-    asked = PageJobs(Workplace(poisoned, TaskAccess()))
-    for n in range(5):
-        asked.begin(QUESTION, f"/{n}")
-    assert [asked.has_forgotten(f"/{n}") for n in range(5)] == [False, False, True, True, False]
-    asked.begin(QUESTION, f"/{'x' * 100_000}")
-    asked.begin(QUESTION, "/")
-    assert asked.has_forgotten(f"/{'x' * 100_000}")
-    assert max(map(len, asked._forgotten)) == 32
 
 
 def test_no_question_begins_after_the_end(poisoned: Path) -> None:

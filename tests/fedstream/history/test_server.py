@@ -26,11 +26,10 @@ from fedstream.history.models import Unwanted
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui import pages
 from fedstream.history.ui.http import HEADERS
-from fedstream.history.ui.server import PageServer
 from fedstream.journal import opened
 from fedstream.journal.contributions import stats
 from tests.fedstream.conftest import Command
-from tests.fedstream.history.conftest import CHANGED, VERSIONS, Page
+from tests.fedstream.history.conftest import CHANGED, VERSIONS, Page, pages_of
 from tests.fedstream.history.scribes import FIRST, two_segments
 from tests.journals import GOLDEN, Scribe
 from tests.support import wait_until
@@ -41,7 +40,7 @@ Get = Callable[[str], Awaitable[tuple[int, str]]]
 
 @pytest.fixture
 async def client(recorded: Path) -> AsyncIterator[Client]:
-    app = PageServer(RecordedRun(recorded)).application()
+    app = pages_of(RecordedRun(recorded)).application()
     async with TestClient(TestServer(app)) as client:
         yield client
 
@@ -90,7 +89,7 @@ async def test_a_version_with_its_updates_and_what_was_refused_meanwhile(get: Ge
 
 
 async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) -> None:
-    site = PageServer(RecordedRun(recorded))
+    site = pages_of(RecordedRun(recorded))
     async with TestClient(TestServer(site.application())) as client:
         assert "cosine" not in Page(await _text(client, "/versions/30")).cells
         assert "cosine" in Page(await _text(client, "/versions/30?models=1")).cells
@@ -101,23 +100,11 @@ async def test_the_next_version_is_ready_before_it_is_asked_for(recorded: Path) 
         assert "over the 1 version after this one" in last
 
 
-async def test_the_newest_version_is_ready_before_anybody_looks(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = threading.Event()
-
-    def prepare(*, also_later: bool) -> None:
-        assert also_later
-        prepared.set()
-
-    monkeypatch.setattr(pages, "prepare", prepare)
-    site = PageServer(RecordedRun(recorded))
-    async with TestClient(TestServer(site.application())) as client:
+async def test_the_newest_version_is_ready_before_anybody_looks(recorded: Path) -> None:
+    site = pages_of(RecordedRun(recorded))
+    async with TestClient(TestServer(site.application())):
         await wait_until(lambda: site.run.knows(VERSIONS), what="the newest version")
         assert not site.run.knows(30)
-        assert not prepared.is_set()  # the first page would wait for the others' templates
-        await _text(client, "/")
-        await wait_until(prepared.is_set, what="later pages")
 
 
 async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(
@@ -132,7 +119,7 @@ async def test_looking_ahead_gives_way_to_who_asks_and_to_the_end(
         raise Unwanted
 
     monkeypatch.setattr(RecordedRun, "prepare_neighbours", forever)
-    site = PageServer(RecordedRun(recorded))
+    site = pages_of(RecordedRun(recorded))
     async with asyncio.timeout(60):
         async with TestClient(TestServer(site.application())) as client:
             for version in (30, 31, 32):
@@ -161,7 +148,7 @@ async def test_an_accuracy_that_fell_leads_to_bisect(recorded: Path, tmp_path: P
     table = tmp_path / "metrics.csv"
     rows = ("0,0,0,0,0.1", "20,1,20,20,0.9", "40,2,20,40,0.2")
     table.write_text("version,seconds,updates,total_updates,accuracy\n" + "\n".join(rows) + "\n")
-    app = PageServer(RecordedRun(recorded, metrics=table)).application()
+    app = pages_of(RecordedRun(recorded, metrics=table)).application()
     async with TestClient(TestServer(app)) as client:
         text = await _text(client, "/")
         assert "accuracy was 0.9, and 0.2 afterwards" in text
@@ -209,7 +196,7 @@ async def test_updates_go_on_on_the_next_page(
 ) -> None:
     monkeypatch.setattr("fedstream.history.ui.pages.PAGE", 10)
     two_segments(tmp_path / "journal")
-    app = PageServer(RecordedRun(tmp_path)).application()
+    app = pages_of(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         text = await (await client.get("/updates?from=1")).text()
         assert "14 updates, of which 1 to 10 are shown" in text
@@ -223,7 +210,7 @@ async def test_outcomes_are_shown_in_words_and_asked_for_by_name(tmp_path: Path)
     scribe.update(1)
     scribe.refuse(2, "run finished", outcome="given_up")
     scribe.close()
-    site = PageServer(RecordedRun(tmp_path))
+    site = pages_of(RecordedRun(tmp_path))
     async with TestClient(TestServer(site.application())) as client:
         page = Page(await _text(client, "/"))
         assert "given up" in page.cells
@@ -255,7 +242,7 @@ async def test_distances_and_cosines_of_devices_are_measured_when_asked(tmp_path
     run = RecordedRun(tmp_path)
     with opened(tmp_path) as chain:
         share = stats(chain, AHEAD)[1]
-    site = PageServer(run)
+    site = pages_of(run)
     async with TestClient(TestServer(site.application())) as client:
         for path in ("/devices", "/devices/1"):
             text = await _text(client, path)
@@ -289,7 +276,7 @@ async def test_every_kind_of_recording_has_pages(tmp_path: Path, name: str) -> N
         (tmp_path / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
     run = RecordedRun(tmp_path)
     made = json.loads((GOLDEN / f"{name}.json").read_text())
-    async with TestClient(TestServer(PageServer(run).application())) as client:
+    async with TestClient(TestServer(pages_of(run).application())) as client:
         for version, digest in made.items():
             answer = await client.get(f"/versions/{version}?models=1&to=0")
             text = await answer.text()
@@ -362,7 +349,7 @@ async def test_what_is_wrong_with_a_version_is_told_beside_the_form(
 
 async def test_two_runs_side_by_side_and_where_they_part(recorded: Path, other: Path) -> None:
     run = RecordedRun(recorded, other=RecordedRun(other))
-    async with TestClient(TestServer(PageServer(run).application())) as client:
+    async with TestClient(TestServer(pages_of(run).application())) as client:
         text = " ".join((await (await client.get("/beside")).text()).split())
     assert f"They part with version {CHANGED + 1}: the same update of device 5 weighs" in text
     assert f"Version {CHANGED + 1} of A" in text
@@ -380,7 +367,7 @@ async def test_a_run_beside_its_own_beginning(recorded: Path, tmp_path: Path) ->
     scribe.writer.sync()
     shutil.copytree(tmp_path / "journal", tmp_path / "was" / "journal")
     run = RecordedRun(tmp_path, other=RecordedRun(tmp_path / "was"))
-    async with TestClient(TestServer(PageServer(run).application())) as client:
+    async with TestClient(TestServer(pages_of(run).application())) as client:
         assert "identical, versions 0 to 1" in await (await client.get("/beside")).text()
         scribe.update()
         scribe.close()
@@ -397,7 +384,7 @@ async def test_runs_without_a_version_in_common(tmp_path: Path) -> None:
     scribe.update()
     scribe.close()
     run = RecordedRun(tmp_path / "a", other=RecordedRun(tmp_path / "b"))
-    async with TestClient(TestServer(PageServer(run).application())) as client:
+    async with TestClient(TestServer(pages_of(run).application())) as client:
         answer = await client.get("/beside")
         assert (answer.status, "no version in common" in await answer.text()) == (200, True)
 
@@ -412,7 +399,7 @@ async def test_a_run_that_goes_on_is_shown_as_it_stands(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path / "journal")
     scribe.update()
     scribe.writer.sync()
-    app = PageServer(RecordedRun(tmp_path)).application()
+    app = pages_of(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         assert (await client.get("/versions/2")).status == 404
         scribe.update()
@@ -452,7 +439,7 @@ async def test_models_stay_known_while_a_run_goes_on(tmp_path: Path) -> None:
 async def test_a_journal_that_is_gone_and_back_again(recorded: Path, tmp_path: Path) -> None:
     run, aside = tmp_path / "run", tmp_path / "aside"
     shutil.copytree(recorded, run)
-    server = PageServer(RecordedRun(run))
+    server = pages_of(RecordedRun(run))
     server.run.journal.rename(aside)  # before it is served: then it is read without being asked
     async with TestClient(TestServer(server.application())) as client:
         for kind in ("text/plain", "text/html"):  # nothing was read before, something was
@@ -470,7 +457,7 @@ async def test_names_from_a_strangers_journal_do_no_harm(tmp_path: Path) -> None
     scribe.update()
     scribe.refuse(1, "<b>bad</b>")
     scribe.close()
-    app = PageServer(RecordedRun(tmp_path)).application()
+    app = pages_of(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         for path in ("/", "/updates", "/versions/1", "/updates?reason=%3Cb%3Ebad%3C/b%3E"):
             text = await (await client.get(path)).text()
@@ -484,7 +471,7 @@ async def test_weights_that_were_not_recorded_are_named(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path / "journal", weights=False)
     scribe.update()
     scribe.close()
-    app = PageServer(RecordedRun(tmp_path)).application()
+    app = pages_of(RecordedRun(tmp_path)).application()
     async with TestClient(TestServer(app)) as client:
         answer = await client.get("/versions/1?models=1")
         assert answer.status == 200

@@ -89,6 +89,3 @@ function drawAnew() {
 }
 
 whenLooksChange(drawAnew);
-
-// On a page of its own nothing is swapped.
-document.querySelectorAll("[data-alone]").forEach(enhance);

@@ -1,12 +1,9 @@
-// Keeps the live page up to date: swaps the parts that changed, and appends to the log what happens.
+// Keeps the live page up to date: swaps the parts that changed.
 // Without it, the page is loaded again every few seconds.
 
-const LINES = 500; // of the log
 const AGAIN_MS = 3000; // when the browser has given up connecting
 
-const log = document.querySelector("#log");
 const connection = document.querySelector("#connection");
-let after = log.dataset.after;
 let lostAt = null;
 let enhance = () => {};
 
@@ -17,11 +14,6 @@ function tell(text, kind = "") {
 
 // As the server writes it, on all pages: no browser's own format, no local time.
 const moment = (seconds) => `${new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ")} UTC`;
-
-function later(one, other) {
-  const [a, b] = [one, other].map((id) => id.split("-").map(Number));
-  return a[0] > b[0] || (a[0] === b[0] && a[1] > b[1]);
-}
 
 function isRead(body) {
   const chosen = getSelection();
@@ -79,38 +71,11 @@ function leave(body) {
   goOn();
 }
 
-function append(rows) {
-  const lines = document.createDocumentFragment();
-  for (const [id, time, kind, text] of rows) {
-    if (!later(id, after)) continue;
-    after = id;
-    const line = document.createElement("li");
-    line.dataset.id = id;
-    const at = document.createElement("time");
-    at.dateTime = new Date(1000 * time).toISOString();
-    at.textContent = moment(time);
-    const what = document.createElement("strong");
-    what.textContent = kind;
-    line.append(at, " ", what, ` ${text}`);
-    lines.prepend(line);
-  }
-  log.prepend(lines);
-  while (log.children.length > LINES) log.lastElementChild.remove();
-}
-
 function connect() {
-  const source = new EventSource(`/live/stream?after=${encodeURIComponent(after)}`);
-  const on = (name, act) => source.addEventListener(name, (event) => act(JSON.parse(event.data), event));
+  const source = new EventSource("/live/stream");
+  const on = (name, act) => source.addEventListener(name, (event) => act(JSON.parse(event.data)));
   source.addEventListener("open", () => { lostAt = null; tell("Live"); });
   on("parts", (parts) => { tell("Live"); swap(parts); });
-  on("rows", append);
-  on("anew", (_, event) => {
-    after = event.lastEventId;
-    const line = document.createElement("li");
-    line.className = "gap";
-    line.textContent = "Here something is missing: the server no longer has all that happened meanwhile.";
-    log.prepend(line);
-  });
   on("trouble", (text) => tell(text, "warning"));
   on("over", (state) => {
     if (state !== "finished") return; // another coordinator goes on, or the same later: connect again

@@ -19,6 +19,7 @@ from fedstream.history.live import broadcast
 from fedstream.history.live.service import LiveService
 from fedstream.runtime.config import load
 from fedstream.runtime.http import application
+from fedstream.runtime.service import Context
 from fedstream.settings.config import Settings
 from tests.support import context
 
@@ -29,15 +30,15 @@ Serve: TypeAlias = Callable[..., AbstractAsyncContextManager["Served"]]
 class Served:
     """The page while it is served."""
 
-    def __init__(self, http: Browser, service: LiveService, stop: asyncio.Event) -> None:
+    def __init__(self, http: Browser, service: LiveService, context: Context) -> None:
         self.http = http
         self.service = service
-        self.stop = stop
+        self.context = context
 
     @asynccontextmanager
-    async def stream(self, after: str = "", **headers: str) -> AsyncIterator[Stream]:
+    async def stream(self) -> AsyncIterator[Stream]:
         """The stream of changes, as a browser reads it."""
-        async with self.http.get(f"/live/stream?after={after}", headers=headers) as answer:
+        async with self.http.get("/live/stream") as answer:
             assert answer.status == 200, await answer.text()
             yield Stream(answer)
 
@@ -47,7 +48,6 @@ class Stream:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
-        self.last_id = ""
 
     async def next(self) -> tuple[str, Any]:
         """The next event: its name and its data."""
@@ -64,7 +64,6 @@ class Stream:
                     continue
                 name, _, value = line.rstrip("\n").partition(": ")
                 fields[name] = value
-        self.last_id = fields.get("id", self.last_id)
         return fields["event"], json.loads(fields["data"])
 
     async def until(self, name: str) -> Any:
@@ -91,7 +90,7 @@ def serve(redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> 
         app = application(service.routes(), live.stop.is_set)
         working = asyncio.create_task(service.run(live))
         async with TestClient(TestServer(app)) as http:
-            yield Served(http, service, live.stop)
+            yield Served(http, service, live)
             live.stop.set()
             await working
         await client.close()

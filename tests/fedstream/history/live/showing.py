@@ -3,110 +3,74 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
 
 from aiohttp import web
 
-from fedstream.history.live import rendering
-from fedstream.history.live.broadcast import LivePicture
-from fedstream.history.live.collector import Collected
+from fedstream.broker.client import Client
+from fedstream.history.live.collector import Collector
+from fedstream.history.live.service import LiveService
 from fedstream.history.live.snapshot import Snapshot
-from fedstream.history.ui.http import HEADERS, no_icon, send_static
+from fedstream.runtime.config import load
+from fedstream.runtime.http import application
+from fedstream.settings.config import Settings
+from tests.fedstream.history.live.stage import every
+from tests.support import context
 
 
 class Moments:
-    """The moment that viewers see, and where."""
+    """The moment that viewers see, and where: it stands in for the collector of a run."""
 
     def __init__(self, first: Snapshot) -> None:
         self.now = first
         self.address = ""
-        self._changed: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def show(self, moment: Snapshot) -> None:
-        """Go on to another moment; viewers are told."""
-        assert self._loop
+        """Go on to another moment; viewers are told soon."""
         self.now = moment
-        self._loop.call_soon_threadsafe(self._wake)
 
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        if changed is not None:
-            changed.set()
+    async def look(self) -> Snapshot:
+        return self.now
 
-    async def _page(self, _request: web.Request) -> web.Response:
-        text = rendering.page(
-            self._picture(),
-            is_recorded=False,
-            journal="",
-            is_operator=False,
-            has_operators=False,
-            may_leave=False,
-        )
-        return web.Response(text=text, content_type="text/html", headers=HEADERS)
-
-    def _picture(self) -> LivePicture:
-        return LivePicture(self.now, self._parts(), 1)
-
-    def _parts(self) -> Mapping[str, str]:
-        return rendering.drawn(Collected(self.now, [], is_anew=False, seconds=0.0)).parts
-
-    async def _devices(self, request: web.Request) -> web.Response:
-        text = rendering.devices(
-            self._picture(), request.query.get("sort", ""), has_operators=False
-        )
-        return web.Response(text=text, content_type="text/html", headers=HEADERS)
-
-    async def _device(self, request: web.Request) -> web.Response:
-        number = int(request.match_info["number"])
-        text = rendering.device(self._picture(), number, has_operators=False)
-        return web.Response(text=text, content_type="text/html", headers=HEADERS)
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        while True:
-            await response.write(f"event: parts\ndata: {json.dumps(self._parts())}\n\n".encode())
-            self._changed = self._changed or asyncio.Event()
-            await self._changed.wait()
-
-    async def serve(self, ready: threading.Event, stop: threading.Event) -> None:
-        """Serve until stop."""
-        self._loop = asyncio.get_running_loop()
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/", self._page),
-                web.get("/live/stream", self._stream),
-                web.get("/devices", self._devices),
-                web.get("/devices/{number}", self._device),
-                web.get("/static/{name}", send_static),
-                web.get("/favicon.ico", no_icon),
-            ]
-        )
+    async def serve(self, journal: Path, ready: threading.Event, stop: threading.Event) -> None:
+        """Serve until stop, as if the run was recorded in ``journal``."""
+        (journal / "0.journal").touch()
+        settings = load(Settings, path=None, environ={}, sets=[f"journal.dir={journal}"])
+        client, live = Client(settings.redis, "page"), context()
+        service = LiveService(settings, client, None)
+        service._collector = cast(Collector, self)
+        app = application(service.routes(), live.stop.is_set)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         host, port = runner.addresses[0][:2]
         self.address = f"http://{host}:{port}"
+        working = asyncio.create_task(service.run(live))
         ready.set()
         await asyncio.to_thread(stop.wait)
+        live.stop.set()
+        await working
         await runner.cleanup()
+        await client.close()
 
 
 @contextmanager
 def showing(first: Snapshot) -> Iterator[Moments]:
     """Serve moments from a thread, beginning with this one."""
     moments, ready, stop = Moments(first), threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(moments.serve(ready, stop)))
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield moments
-    finally:
-        stop.set()
-        thread.join()
+    with every(0.05), TemporaryDirectory() as journal:
+        serve = moments.serve(Path(journal), ready, stop)
+        thread = threading.Thread(target=asyncio.run, args=[serve])
+        thread.start()
+        try:
+            assert ready.wait(60)
+            yield moments
+        finally:
+            stop.set()
+            thread.join()

@@ -16,16 +16,12 @@ from fedstream.core.records import Tally
 from fedstream.history.live.snapshot import (
     GAUGED,
     PHASES,
-    PUSHED,
     Phase,
-    Rates,
     RedisMemory,
-    SeenMetrics,
-    SeenPushes,
-    SeenTask,
     SeenWorker,
     Snapshot,
 )
+from fedstream.history.measurements import Measurement
 from fedstream.history.table import MADE, UPDATE, RowArray, update_row
 from fedstream.settings.config import Settings
 from tests.fedstream.views import CREATED, view
@@ -40,26 +36,20 @@ def snapshot(**given: Any) -> Snapshot:
     ``given``: fields of a Snapshot, its tally, its head (``head_...``) or its run (``run_...``).
     """
     about: dict[str, Any] = {
-        "name": "demo",
         "settings": Settings(),
         "now": NOW,
-        "position": "0-0",
-        "moved": NOW - 1,
-        "began": NOW - 60,
         "memory": RedisMemory(64 << 20, 256 << 20),
         "leading": frozenset(("scheduler", "updater")),
-        "tasks": (),
         "phases": dict.fromkeys(PHASES, 0),
         "oldest": None,
+        "deadline": None,
         "workers": (worker("trainer-1"), worker("trainer-2")),
-        "rates": Rates(),
         "measured": (),
         "ended": ended(()),
         "reasons": REASONS,
         "made": made((NOW - 3, NOW - 2, NOW - 1)),
         "gauged": gauged(seconds=60),
         "told": (),
-        "pushes": SeenPushes(),
     }
     seen = view(now=NOW)
     tally = Tally(**{one.name: getattr(seen, one.name) for one in dataclass_fields(Tally)})
@@ -87,22 +77,9 @@ def idle(seconds: float = 60.0, **given: Any) -> Snapshot:
 
 def tasks(phases: dict[Phase, int], *, age: float = 20.0) -> dict[str, Any]:
     """Open tasks by phase, as fields of a snapshot."""
-    found = [
-        SeenTask(
-            task=f"{phase}-{n}",
-            device=n,
-            phase=phase,
-            since=NOW - age,
-            phase_since=NOW - age / 2,
-            deadline=None,
-        )
-        for phase, count in phases.items()
-        for n in range(count)
-    ]
     return {
-        "tasks": tuple(found),
         "phases": dict.fromkeys(PHASES, 0) | phases,
-        "oldest": NOW - age if found else None,
+        "oldest": NOW - age,
     }
 
 
@@ -110,6 +87,11 @@ def worker(name: str, *, heard_s: float = 0.5, **given: Any) -> SeenWorker:
     """A trainer that was heard so long ago."""
     about: dict[str, Any] = {"is_gateway": False, "owns": 0, "heard": NOW - heard_s}
     return SeenWorker(name, **about | given)
+
+
+def measurement(version: int, seconds: float = 100.0, **metrics: float) -> Measurement:
+    """A version's metrics; ``seconds`` since the run's creation."""
+    return Measurement(version, seconds, version, metrics)
 
 
 def ended(rows: Iterable[dict[str, Any]]) -> RowArray:
@@ -188,11 +170,6 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Snapshot:
             row |= {"outcome": "given_up", "reason": "timed out"}
         rows.append(row)
     known = ended(rows)
-    pushes = np.zeros(len(known), PUSHED)
-    pushes["device"], odd = known["device"], known["device"] == 3
-    pushes["norm"] = np.where(odd, 90.0, 5.0 + known["device"] / 50)
-    pushes["distance"] = np.where(odd, 80.0, 1.0 + known["device"] / 100)
-    pushes["cosine"] = np.where(odd, -0.6, 0.5 - known["device"] / 200)
     counts = {
         "issued": 612,
         "refused": 30,
@@ -212,9 +189,7 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Snapshot:
         counts=counts,
         open_tasks=12,
         measured=tuple(
-            SeenMetrics(
-                v, CREATED + v / 6, {"accuracy": 1 - 0.9 / (1 + v / 60), "loss": 2 / (1 + v / 80)}
-            )
+            measurement(v, v / 6, accuracy=1 - 0.9 / (1 + v / 60), loss=2 / (1 + v / 80))
             for v in range(0, 561, 20)
         ),
         gauged=gauged(
@@ -224,8 +199,8 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Snapshot:
             queue=wave % 5,
             memory=(64 << 20) + wave * 300_000,
             dead=1,
+            version=5.8 * wave,
         ),
-        rates=Rates(10.0, 6.2, 5.8, 0.3, 0.1, 0.0, 5.8),
         head_version=559,
         run_versions=1000,
         trainers=trainers,
@@ -235,7 +210,6 @@ def busy(devices: int = 12, trainers: int = 4, seed: int = 1) -> Snapshot:
         queue=2,
         admitted=2,
         workers=tuple(worker(f"trainer-{n}") for n in range(1, trainers + 1)),
-        pushes=SeenPushes(pushes, 540),
         **tasks({"waiting": 6, "training": 4, "queue": 2}, age=3.0),
     )
 

@@ -120,12 +120,6 @@ class Stage:
                 )
             )
 
-    async def devices(self) -> list[int]:
-        """Whose tasks ended, oldest first."""
-        rows = await self.hand.client.call("XRANGE", self._keys.events, "-", "+")
-        events = [Event.decode(fields[1]) for _, fields in rows]
-        return [one.device for one in events if one.device is not None]
-
     async def bury(self) -> None:
         """A task crashes its trainers."""
         await self.hand.open()

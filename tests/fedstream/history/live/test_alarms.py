@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 import yaml
 
-from fedstream.history.live.alarms import RULES, Alarm, alarms
-from fedstream.history.live.snapshot import RedisMemory, SeenMetrics, Snapshot
-from tests.fedstream.history.live.snapshots import NOW, ended, gauged, idle, snapshot
+from fedstream.history.live.alarms import RULES, Alarm, AlarmRule, alarms
+from fedstream.history.live.snapshot import RedisMemory, Snapshot
+from fedstream.history.measurements import Measurement
+from tests.fedstream.history.live.snapshots import (
+    NOW,
+    ended,
+    gauged,
+    idle,
+    measurement,
+    snapshot,
+)
+from tests.fedstream.views import CREATED
 
 ROOT = Path(__file__).parents[4]
 MANIFEST = ROOT / "k8s" / "components" / "monitoring" / "alerts.yaml"
@@ -23,6 +32,10 @@ SECONDS = {"s": 1, "m": 60}
 
 def seconds(text: str) -> float:
     return float(text[:-1]) * SECONDS[text[-1]]
+
+
+def key(rule: AlarmRule) -> str:
+    return f"{rule.name} {rule.role}".strip()
 
 
 JUDGED = [
@@ -40,7 +53,7 @@ def test_the_same_alerts_in_the_same_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("place", range(len(RULES)), ids=[rule.key for rule in RULES])
+@pytest.mark.parametrize("place", range(len(RULES)), ids=map(key, RULES))
 def test_the_same_thresholds_and_times(place: int) -> None:
     rule, expression = RULES[place], JUDGED[place][0]["expr"]
     windows = {seconds(found) for found in re.findall(r"\[(\d+[sm])\]", expression)}
@@ -52,7 +65,7 @@ def test_the_same_thresholds_and_times(place: int) -> None:
 
 
 def of(moment: Snapshot, name: str) -> Alarm:
-    (found,) = (one for one in alarms(moment) if one.rule.key == name)
+    (found,) = (one for one in alarms(moment) if key(one.rule) == name)
     return found
 
 
@@ -63,10 +76,12 @@ def test_a_healthy_run_is_quiet() -> None:
 LONG = gauged(seconds=1000)
 
 
-def measured(metric: str, *values: float) -> tuple[SeenMetrics, ...]:
+def measured(metric: str, *values: float) -> tuple[Measurement, ...]:
     """Measurements until two minutes ago, a second apart."""
     began = NOW - 120 - len(values)
-    return tuple(SeenMetrics(n, began + n, {metric: value}) for n, value in enumerate(values))
+    return tuple(
+        measurement(n, began - CREATED + n, **{metric: value}) for n, value in enumerate(values)
+    )
 
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -153,7 +168,7 @@ def test_a_finished_run_does_not_stall() -> None:
 
 def test_what_fires_comes_first_and_the_critical_of_it() -> None:
     about = {"gauged": gauged(seconds=1000, dead=1, leads=0), "dead": 1}
-    found = [(one.rule.key, one.state) for one in alarms(snapshot(**about))][:3]
+    found = [(key(one.rule), one.state) for one in alarms(snapshot(**about))][:3]
     assert found == [
         ("FedstreamNoLeader scheduler", "firing"),
         ("FedstreamNoLeader updater", "firing"),

@@ -8,8 +8,7 @@ import pytest
 
 from fedstream.core.errors import Unavailable
 from fedstream.history.live import broadcast
-from fedstream.history.live.broadcast import Broadcast, DrawnSnapshot
-from fedstream.history.live.collector import Collected
+from fedstream.history.live.broadcast import Broadcast, LivePicture
 from tests.fedstream.history.live.snapshots import snapshot
 from tests.support import Pauses, wait_until
 
@@ -28,16 +27,11 @@ async def test_rests_fifty_times_as_long_as_it_looked(
     """So it takes no more than 2% of a core; only the first look, which takes longer, is free."""
     pauses, stop = Pauses(0.001), asyncio.Event()
     monkeypatch.setattr(broadcast, "pause", pauses)
-    looks: list[Collected] = []
 
-    async def look() -> Collected:
-        looks.append(Collected(snapshot(), [], is_anew=not looks, seconds=spent_s))
-        return looks[-1]
+    async def draw() -> LivePicture:
+        return LivePicture(snapshot(), {"headline": "x"}, spent_s)
 
-    async def draw(_look: Collected) -> DrawnSnapshot:
-        return DrawnSnapshot({"headline": "x"}, [], 0.0)
-
-    cast = Broadcast(look, draw, lambda _scene, _away_s: {}, faulty)
+    cast = Broadcast(draw, lambda _scene, _away_s: {}, faulty)
     working = asyncio.create_task(cast.run(stop))
     await cast.newest(60)
     await wait_until(lambda: len(pauses.asked_s) > 2)
@@ -54,15 +48,12 @@ async def test_picture_that_was_there_says_how_long_redis_is_away(
     monkeypatch.setattr(broadcast, "pause", Pauses(0.001))
     stop, is_away = asyncio.Event(), False
 
-    async def look() -> Collected:
+    async def draw() -> LivePicture:
         if is_away:
             raise Unavailable("Redis does not answer")
-        return Collected(snapshot(), [], is_anew=False, seconds=0.0)
+        return LivePicture(snapshot(), {"headline": "there", "flow": "as it was"}, 0.0)
 
-    async def draw(_look: Collected) -> DrawnSnapshot:
-        return DrawnSnapshot({"headline": "there", "flow": "as it was"}, [], 0.0)
-
-    cast = Broadcast(look, draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
+    cast = Broadcast(draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
     working = asyncio.create_task(cast.run(stop))
     assert (await cast.newest(60)).parts["headline"] == "there"
     is_away = True

@@ -14,7 +14,7 @@ from fedstream.broker.streams import Entry
 from fedstream.core.messages import OUTCOMES, Contribution, Event, GiveUp, Version
 from fedstream.history.live.collector import Collector
 from fedstream.history.live.recent import Recent, Ring
-from fedstream.history.live.snapshot import PUSHED
+from fedstream.history.live.snapshot import GAUGED
 from fedstream.settings.config import Settings
 from tests.broker.guarded import KEYS, guarded, needs_7
 from tests.support import EveryRole, Hand
@@ -29,12 +29,11 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()
     await hand.announce("t")
-    (trigger,) = await hand.request()
+    await hand.request()
 
     async def phase() -> str:
-        (found,) = (await looking.look()).snapshot.tasks
-        assert (found.task, found.device) == (trigger.task, trigger.device)
-        return found.phase
+        (found,) = [name for name, n in (await looking.look()).phases.items() if n]
+        return found
 
     assert await phase() == "triggered"
     await hand.dispatch()
@@ -46,12 +45,11 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
     await client.call("XDEL", hand.keys.tasks, entry.id)
     assert await phase() == "uploading"
     await hand.admit(upload)
-    snapshot = (await looking.look()).snapshot
-    assert [one.phase for one in snapshot.tasks] == ["queue"]
+    snapshot = await looking.look()
     assert snapshot.phases["queue"] == 1
     await hand.commit(1, upload)
-    snapshot = (await looking.look()).snapshot
-    assert snapshot.tasks == ()
+    snapshot = await looking.look()
+    assert not any(snapshot.phases.values())
     assert snapshot.tally.outcomes["applied"] == 1
     await hand.ledger.purge()
 
@@ -59,7 +57,7 @@ async def test_every_phase_of_a_task(client: Client, hand: Hand) -> None:
 async def test_outcomes_with_what_their_version_says_of_them(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()
-    assert (await looking.look()).snapshot.ended.size == 0
+    assert (await looking.look()).ended.size == 0
     upload = await hand.admitted()
     await hand.commit(1, upload)
     (trigger,) = await hand.open()
@@ -73,8 +71,7 @@ async def test_outcomes_with_what_their_version_says_of_them(client: Client, han
             what="evaluation", service="evaluator", time=2.0, version=1, metrics={"accuracy": 0.5}
         )
     )
-    look = await looking.look()
-    snapshot = look.snapshot
+    snapshot = await looking.look()
     used, dropped = snapshot.ended
     assert OUTCOMES[used["outcome"]] == "applied"
     assert used["device"] == upload.device
@@ -82,10 +79,9 @@ async def test_outcomes_with_what_their_version_says_of_them(client: Client, han
     assert snapshot.reasons[dropped["reason"]] == "dropped out"
     assert np.isnan(dropped["loss"])
     assert [(one.version, one.metrics) for one in snapshot.measured] == [(1, {"accuracy": 0.5})]
-    assert [event.outcome for _, event in snapshot.told] == ["applied", "given_up"]
-    assert len(look.news) == 3
-    assert snapshot.position == look.news[-1][0]
-    assert (await looking.look()).news == []
+    told = [event.outcome or event.what for event in snapshot.told]
+    assert told == ["applied", "given_up", "evaluation"]
+    assert (await looking.look()).told == snapshot.told
 
 
 async def test_foreign_events_and_register_entries_do_no_harm(client: Client, hand: Hand) -> None:
@@ -95,28 +91,29 @@ async def test_foreign_events_and_register_entries_do_no_harm(client: Client, ha
     await client.call("HSET", hand.keys.trainers, "t", "junk")
     await client.call("XADD", hand.keys.events, "*", "m", "junk")
     await client.call("XADD", hand.keys.events, "*", "other", "field")
-    snapshot = (await looking.look()).snapshot
+    snapshot = await looking.look()
     assert [(one.name, one.owns) for one in snapshot.workers] == [("t", 0)]
-    assert [event.what for _, event in snapshot.told] == ["trainer"]
+    assert [event.what for event in snapshot.told] == ["trainer"]
 
 
 async def test_rates_over_what_was_seen(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()
-    assert (await looking.look()).snapshot.rates.over_s == 0
+    assert (await looking.look()).rate("version") is None
     await hand.commit(1, await hand.admitted())
-    rates = (await looking.look()).snapshot.rates
-    assert rates.over_s > 0
-    assert rates.used == rates.versions > 0
+    seen = await looking.look()
+    rate = seen.rate("version")
+    assert rate is not None
+    assert seen.rate("decided") == rate > 0
 
 
 def test_ring_keeps_the_newest_in_order() -> None:
-    ring = Ring(PUSHED, 3)
-    numbers = [ring.add((n, n, 0.0, 0.0, 0.0)) for n in range(20)]
+    ring = Ring(GAUGED, 3)
+    numbers = [ring.add((float(n), n, *[0] * 11)) for n in range(20)]
     assert numbers == list(range(20))
-    ring.set(18, "cosine", 0.5)
-    ring.set(2, "cosine", 0.5)  # long gone
-    assert ring.newest()[["device", "cosine"]].tolist() == [(17, 0.0), (18, 0.5), (19, 0.0)]
+    ring.set(18, "memory", 5)
+    ring.set(2, "memory", 5)  # long gone
+    assert ring.newest()[["open", "memory"]].tolist() == [(17, 0), (18, 5), (19, 0)]
 
 
 @needs_7
@@ -132,8 +129,8 @@ async def test_coordinators_own_rights_suffice(tmp_path: Path) -> None:
             await hand.admitted()
             async with there.client("coordinator") as client:
                 looking = collector(client, KEYS)
-                snapshot = (await looking.look()).snapshot
-                assert len(snapshot.tasks) == 3
+                snapshot = await looking.look()
+                assert sum(snapshot.phases.values()) == 3
                 await hand.commit(1)
                 await looking.look()
             assert await admin.call("ACL", "LOG") == []
@@ -160,8 +157,8 @@ def test_numbers_and_times_that_nobody_can_mean() -> None:
             staleness=huge,
             outcome="applied",
         )
-        ((_, told),) = recent.tell([Entry(f"{2 + n}-0", event.encode())])
-        assert 0 <= told.time <= 253_402_300_799
+        recent.tell([Entry(f"{2 + n}-0", event.encode())])
+        assert 0 <= recent.told[-1].time <= 253_402_300_799
     most = np.iinfo(np.int64).max
     for name in ("device", "version", "staleness"):
         assert recent.ended.newest()[name].tolist() == [most, most]

@@ -7,22 +7,19 @@ from dataclasses import replace
 from math import nan
 from time import thread_time
 
-import numpy as np
 import pytest
 
 from fedstream.core.records import Failing
 from fedstream.history.live.panels import (
     PANELS,
     curves_of,
-    device_html,
     device_table,
-    devices_html,
     headline_facts,
     headline_html,
     staleness_html,
 )
-from fedstream.history.live.snapshot import PUSHED, SeenMetrics, SeenPushes, Snapshot
-from tests.fedstream.history.live.snapshots import NOW, busy, crowd, ended, snapshot
+from fedstream.history.live.snapshot import Snapshot
+from tests.fedstream.history.live.snapshots import busy, crowd, ended, measurement, snapshot
 
 
 def test_the_headline_has_progress_and_numbers() -> None:
@@ -44,7 +41,7 @@ def test_the_headline_names_failing_devices() -> None:
 def test_foreign_text_is_escaped() -> None:
     script = "<script>alert(1)</script>"
     evil = snapshot(
-        measured=(SeenMetrics(1, NOW, {f"\u202e{script}": 1.0}),),
+        measured=(measurement(1, **{f"\u202e{script}": 1.0}),),
         failing={3: Failing(2, 1.0, script)},
     )
     text = headline_html(evil) + "".join(panel.html(evil) for panel in PANELS)
@@ -54,9 +51,7 @@ def test_foreign_text_is_escaped() -> None:
 
 def test_the_best_of_a_metric_is_on_the_side_of_its_goal() -> None:
     values = ((0, 3.0), (5, 1.0), (9, 2.0))
-    seen = tuple(
-        SeenMetrics(version, NOW, {"rmse": value, "bits": value}) for version, value in values
-    )
+    seen = tuple(measurement(version, rmse=value, bits=value) for version, value in values)
     facts = dict(headline_facts(snapshot(measured=seen)))
     assert facts["best rmse"] == "1.0000 at 5"
     assert "best bits" not in facts
@@ -85,29 +80,6 @@ def test_staleness_lies_over_the_weights_that_were_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pushes", "said"),
-    [
-        (SeenPushes(), ""),
-        (SeenPushes(problem="it is gone"), "No norms, distances and cosines: it is gone."),
-        (busy().pushes, "600 updates that were read in the journal, up to version 540."),
-        (replace(busy().pushes, problem="it is gone"), "version 540, and not on: it is gone."),
-    ],
-    ids=["nothing yet", "no journal", "read", "no longer read"],
-)
-def test_the_table_says_what_was_read_in_the_journal(pushes: SeenPushes, said: str) -> None:
-    text = devices_html(replace(busy(), pushes=pushes))
-    assert said in text
-    assert ('data-key="cosine"' in text) == bool(len(pushes.rows))
-
-
-def test_a_device_has_a_page() -> None:
-    text = device_html(busy(), 3)
-    assert "It stands out in" in text
-    assert text.count("<figure") == 3
-    assert "It ended none of the newest" in device_html(busy(), 77)
-
-
-@pytest.mark.parametrize(
     "make", [lambda: busy(devices=400, trainers=200), crowd], ids=["busy", "crowd"]
 )
 def test_all_panels_together_are_drawn_quickly(make: Callable[[], Snapshot]) -> None:
@@ -126,24 +98,8 @@ def test_the_device_that_stands_out_is_first_and_marked() -> None:
     table = device_table(busy())
     first, second, *_ = table.rows("")
     assert (first.device, len(table.devices)) == (3, 12)
-    assert {"loss", "refused_share", "sent", "norm", "cosine"} <= {*first.outliers}
-    assert first.scores["cosine"] < 0 < first.scores["norm"]
+    assert {"loss", "refused_share"} <= {*first.outliers}
     assert len(first.outliers) > len(second.outliers)
-
-
-def test_figures_of_the_journal_are_means_of_what_was_read() -> None:
-    read = [(0, 1, 2.0, 1.0, 0.5), (0, 2, 4.0, 2.0, nan), (5, 3, 9.0, 9.0, 0.9)]
-    rows = np.array([*read, (2, 4, 1.0, 1.0, nan)], PUSHED)
-    moment = snapshot(ended=ended([{"device": 0}, {"device": 1}, {"device": 2}]))
-    found = device_table(replace(moment, pushes=SeenPushes(rows, 7))).rows("-sent")
-    keys = ("sent", "norm", "cosine")
-    assert [line.device for line in found] == [0, 2, 1]
-    assert [[line.figures[key] for key in keys] for line in found] == [
-        [3.0, 1.5, 0.5],
-        [1.0, 1.0, None],
-        [None, None, None],
-    ]
-    assert "cosine" not in device_table(moment).figures
 
 
 def test_any_column_sorts_both_ways_and_unknown_figures_come_last() -> None:

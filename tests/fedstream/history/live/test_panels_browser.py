@@ -12,7 +12,7 @@ from fedstream.history.live.panels import PANELS
 from fedstream.history.live.snapshot import Snapshot
 from tests.fedstream.history.browsing import Tab, flaws, suits_phones_and_dark_mode
 from tests.fedstream.history.live.showing import Moments, showing
-from tests.fedstream.history.live.snapshots import busy, gauged, idle, snapshot, tasks
+from tests.fedstream.history.live.snapshots import busy, gauged, idle, measurement, snapshot, tasks
 from tests.integration.command import TEST_GUARD_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -72,7 +72,9 @@ def test_charts_are_drawn_and_keep_their_canvas_when_they_change(
 def test_charts_go_on_to_the_newest_value_and_keep_to_their_place(browser: Any) -> None:
     """Over a time that did not begin at 0, and beside charts that came later."""
     seen = busy().measured
-    alone = tuple(replace(one, metrics={"accuracy": one.metrics["accuracy"]}) for one in seen)
+    alone = tuple(
+        measurement(one.version, one.seconds, accuracy=one.metrics["accuracy"]) for one in seen
+    )
     with showing(replace(busy(), measured=alone[:2], ended=busy().ended[:0])) as moments:
         tab = Tab(browser, moments.address)
         page = tab.go("/")
@@ -161,17 +163,10 @@ def test_a_part_with_selected_text_is_paused_too(tab: Tab, moments: Moments) -> 
     page = tab.go("/")
     page.locator("canvas").first.wait_for(state="attached")
     page.locator("#panel-flow p").first.select_text()
-    moments.show(at_version(600))
+    moments.show(STALLED)
     page.locator("#panel-flow .paused").wait_for()
     page.evaluate("getSelection().removeAllRanges()")
     page.locator(".paused").wait_for(state="detached")
-
-
-def test_a_device_has_a_page_of_its_own(tab: Tab) -> None:
-    page = tab.go("/")
-    page.locator(".devices tbody a").first.click()
-    page.wait_for_url("**/devices/3")
-    assert page.locator("h1").inner_text() == "Device 3"
 
 
 @pytest.mark.parametrize("name", MOMENTS)

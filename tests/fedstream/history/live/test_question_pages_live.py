@@ -40,8 +40,7 @@ async def answered(http: Browser, address: str) -> str:
 
 def is_idle(page: Served) -> bool:
     """Whether nothing is being worked on."""
-    server = page.service._recorded_pages._server
-    return server is None or server.jobs.current is None
+    return page.service._recorded_pages.jobs.current is None
 
 
 async def test_where_others_can_look_only_an_operator_may_ask(

@@ -9,10 +9,19 @@ import pytest
 
 from fedstream.core.messages import Quarantine
 from fedstream.core.records import Failing, Quarantines
-from fedstream.history.live.snapshot import RedisMemory, SeenMetrics, SeenTask, Snapshot
+from fedstream.history.live.snapshot import RedisMemory, Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.settings.config import Settings
-from tests.fedstream.history.live.snapshots import NOW, ended, idle, made, snapshot, tasks, worker
+from tests.fedstream.history.live.snapshots import (
+    NOW,
+    ended,
+    idle,
+    made,
+    measurement,
+    snapshot,
+    tasks,
+    worker,
+)
 from tests.fedstream.views import CREATED
 
 
@@ -182,9 +191,8 @@ def test_a_batch_waits_for_the_rest() -> None:
 
 def test_a_round_waits_for_its_slowest() -> None:
     own = settings(strategy={"name": "fedavg", "clients_per_round": 5})
-    late = SeenTask("a", 1, "training", NOW - 30, NOW - 30, NOW + 75)
-    about = tasks({"training": 2}) | {"tasks": (late,)}
-    said = told(idle(settings=own, head_held=(1, 2, 3), **about))
+    about = tasks({"training": 2})
+    said = told(idle(settings=own, head_held=(1, 2, 3), deadline=NOW + 75, **about))
     assert "the round waits for 2 of 5 answers, for 1:15 at most" in said
 
 
@@ -196,10 +204,10 @@ def test_training_takes_long() -> None:
 def test_the_last_version_is_being_measured() -> None:
     about: dict[str, Any] = {
         "head_version": 100,
-        "measured": (SeenMetrics(90, NOW, {"accuracy": 0.9}),),
+        "measured": (measurement(90, accuracy=0.9),),
     }
     said = told(idle(**about))
     assert "all 100 versions are made, and the evaluator has not measured the last one" in said
     assert "version 90" in said
     assert stalled(idle(2, **about)) is None
-    assert stalled(idle(head_version=100, measured=(SeenMetrics(100, NOW, {}),))) is None
+    assert stalled(idle(head_version=100, measured=(measurement(100),))) is None
