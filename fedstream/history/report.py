@@ -23,8 +23,11 @@ from fedstream.core.messages import OUTCOMES
 from fedstream.core.records import Tally
 from fedstream.history.timeline import History, SeenVersion
 from fedstream.journal import FOLDER, journal_of
+from fedstream.journal.chain import opened
+from fedstream.journal.errors import NotRecorded
+from fedstream.journal.inspection import model_at
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.goals import is_over_devices, main_metric
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.csv"
 DEVICES = "devices.csv"
 MODEL = "model.safetensors"
+BEST = "best.safetensors"
 CURVES = "curves.png"
 
 _LOOK_S = 1.0  # for how long somebody may be looking, which takes a shared lock for a moment
@@ -322,8 +326,10 @@ def column(metric: str) -> str:
     return metric if metric == "accuracy" else f"test_{metric}"
 
 
-def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, str]) -> None:
-    """Write model.safetensors, with the names and dtypes of ``state_dict``.
+def write_model(
+    out: Path, model: Model, module: nn.Module, about: Mapping[str, str], file: str = MODEL
+) -> None:
+    """Write a model as safetensors, with the names and dtypes of ``state_dict``.
 
     ``load_state_dict`` accepts it; tied tensors appear under each of their names.
     """
@@ -338,7 +344,30 @@ def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, 
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }
-    save_file(tensors, out / MODEL, metadata=dict(about))
+    save_file(tensors, out / file, metadata=dict(about))
+
+
+def write_best(
+    out: Path, journal: Path, numbers: Mapping[str, Any], metric: str | None, module: nn.Module
+) -> bool:
+    """Write best.safetensors, the best version by a metric, made again from the journal.
+
+    ``numbers``: the summary. ``metric``: None for the main one. False if no version was best, or
+    the journal lacks the weights.
+    """
+    metric = metric or main_metric(numbers["metrics"], numbers["goal"])
+    best = numbers["best"].get(metric)
+    if metric is None or best is None:
+        return False
+    try:
+        with opened(journal) as chain:
+            model, digest = model_at(chain, best["version"])
+    except NotRecorded:
+        return False
+    about = {name: str(numbers[name]) for name in ("run", "task")}
+    about |= {"version": str(best["version"]), "digest": digest, metric: repr(best["value"])}
+    write_model(out, model, module, about, BEST)
+    return True
 
 
 # A run's process holds a lock (flock) of its folder. The system releases it however that ends.

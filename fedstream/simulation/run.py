@@ -327,11 +327,17 @@ def _write(
                 devices=outcome.devices,
                 time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
             )
+        stop = settings.run.stop.metric if settings.run.stop else None
+        journal = out / FOLDER
+        has_best = journal.exists() and report.write_best(
+            out, journal, numbers, stop, outcome.module
+        )
         report.write_model(out, outcome.model, outcome.module, about)
         if outcome.per_device:
             report.write_devices(out, outcome.per_device)
     more = [report.CURVES] if picture else []
     more += [report.DEVICES] if outcome.per_device else []
+    more += [report.BEST] if has_best else []
     return [SUMMARY, report.METRICS, *more, report.MODEL]
 
 

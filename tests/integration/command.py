@@ -30,6 +30,7 @@ SCRIPT = Path(sys.executable).with_name("fedstream")
 GUARD_S = 300.0  # for one thing that is waited for
 TEST_GUARD_S = 900.0  # for a test, with the fixtures that it is the first to need
 FILES = [
+    "best.safetensors",
     "curves.png",
     "journal",
     "logs",

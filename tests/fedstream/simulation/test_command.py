@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import fedstream as api
 from fedstream import simulation
 from fedstream.core.layout import Model
+from fedstream.journal import opened
+from fedstream.journal.inspection import model_at
 from fedstream.settings.config import read
 from fedstream.simulation import SimulationResult, VersionMade
 from fedstream.simulation import run as simulate
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import TaskSettings, measured
 from tests.fedstream.cli.test_cli import fedstream
 
 Heard = Callable[[VersionMade, Model], object]
@@ -112,6 +117,20 @@ def test_simulate_writes_the_same_files_as_run(folder: Path) -> None:
     assert rows[40]["accuracy"]
     assert (folder / "curves.png").stat().st_size > 10_000
     assert load_file(folder / "model.safetensors")["0.weight"].shape == (64, 64)
+
+
+def test_the_best_version_is_written_beside_the_last(folder: Path) -> None:
+    best = json.loads((folder / "summary.json").read_text())["best"]["accuracy"]
+    with safe_open(folder / "best.safetensors", "numpy") as file:
+        about = file.metadata()
+    assert (int(about["version"]), float(about["accuracy"])) == (best["version"], best["value"])
+    with opened(folder / "journal") as chain:
+        assert model_at(chain, best["version"])[1] == about["digest"]
+    task = load_task("digits", TaskSettings())
+    module, data = task.model(), task.test_data()
+    module.load_state_dict(load_file(folder / "best.safetensors"))
+    assert data is not None
+    assert measured(task, module, data)["accuracy"] == best["value"]
 
 
 def test_written_configuration_gives_the_same_run(
