@@ -131,6 +131,7 @@ class Broadcast:
         """Server-sent events for one viewer: the parts as they are, then those that change."""
         self.viewers += 1
         seen = 0  # number of the picture that the viewer has
+        is_warned = False
         try:
             yield f"retry: {_RETRY_MS}\n\n".encode()
             self._wake.set()
@@ -138,8 +139,9 @@ class Broadcast:
                 changed, trouble = self._changed, self.trouble
                 if self.picture is not None:
                     news, seen = self._news(seen), self._number
-                    if news:
-                        yield news
+                    if news or (is_warned and trouble is None):
+                        yield news or _event("parts", {})  # which takes the warning away
+                is_warned = trouble is not None
                 if trouble is not None:
                     yield _event("trouble", _words(trouble))
                 if self.is_over:

@@ -65,3 +65,31 @@ async def test_picture_that_was_there_says_how_long_redis_is_away(
     assert (await cast.newest(60)).parts["headline"] == "there"
     stop.set()
     await working
+
+
+async def test_a_warning_ends_with_the_gap_even_if_nothing_else_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broadcast, "pause", Pauses(0.001))
+    stop, is_away = asyncio.Event(), False
+
+    async def draw() -> LivePicture:
+        if is_away:
+            raise Unavailable("Redis does not answer")
+        return LivePicture(snapshot(), {"headline": "there"}, 0.0)
+
+    cast = Broadcast(draw, lambda _scene, _away_s: {}, faulty)
+    working = asyncio.create_task(cast.run(stop))
+    events = cast.follow()
+    assert [await anext(events) for _ in range(2)][
+        1
+    ] == b'event: parts\ndata: {"headline":"there"}\n\n'
+    is_away = True
+    assert b"waiting for Redis" in await anext(events)
+    is_away = False
+    while (news := await anext(events)).startswith(b"event: trouble"):
+        pass
+    assert news == b"event: parts\ndata: {}\n\n"
+    await events.aclose()
+    stop.set()
+    await working
