@@ -42,9 +42,9 @@ def compress(delta: Floats, how: Compression) -> None:
     """Overwrite ``delta``, a vector of any length, with its compressed and decoded values.
 
     Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-    calls 'rescaling, compression for communication-efficiency, etc.'. This shows the effect of
-    lossy compression on training, device by device. The wire format
-    (:mod:`fedstream.core.formats`), not this, saves bytes. A delta that is not finite stays so, and
+    calls 'rescaling, compression for communication-efficiency, etc.'. This function only shows the
+    effect of lossy compression on training, device by device; the wire format
+    (:mod:`fedstream.core.formats`) is what saves bytes. A delta that is not finite stays so, and
     the updater refuses it.
     """
     match how:

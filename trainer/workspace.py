@@ -163,6 +163,6 @@ class Start:
 
     @classmethod
     def resumed(cls, saved: Workspace, layout: Layout) -> Start:
-        """The start from a workspace; ``layout``: of its models."""
+        """The start from a workspace; ``layout``: the layout of its models."""
         _, x_tau = saved.models(layout)
         return cls(saved.version, saved.base, x_tau, saved.device_control, saved)
