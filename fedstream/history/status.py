@@ -205,7 +205,7 @@ def _model(about: Mapping[str, Any]) -> str:
 
 
 def _encoded(about: Mapping[str, Any]) -> str:
-    """What wire formats saved; '' if no update came in one."""
+    """The savings by wire formats; '' if no update was encoded."""
     found = about.get("encoded")
     if not found or not found["updates"]:
         return ""

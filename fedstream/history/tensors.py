@@ -86,7 +86,7 @@ def _base(journal: Path, entry: Taken) -> Model:
         model, digest = model_at(chain, entry.upload.tau)
     if digest != entry.upload.base:
         raise NotRecorded(
-            f"{journal}: task {entry.upload.task} was trained from a version {entry.upload.tau} "
-            "that is not the journal's"
+            f"{journal}: its version {entry.upload.tau} is not the model from which task "
+            f"{entry.upload.task} was trained"
         )
     return model

@@ -47,8 +47,8 @@ class Broadcast:
         fault: Callable[[Exception], object],
     ) -> None:
         """``draw``: draws the run as it is now. ``away``: makes the parts that say for how many
-        seconds Redis has not answered. ``fault``: called with the first error of the page's own code, again
-        after a success.
+        seconds Redis has not answered. ``fault``: called with the first error of the page's own
+        code, again after a success.
         """
         self._draw = draw
         self._away = away
@@ -66,7 +66,7 @@ class Broadcast:
         self._encoded: dict[int, bytes] = {}  # changes since a picture, by its number
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Draw pictures while there are viewers, until stop; then a last one, which shows the end."""
+        """Draw pictures while there are viewers, until stop; then a last one, of the end."""
         while not stop.is_set():
             self._wake.clear()
             if not self.viewers and time.monotonic() >= self._seen_until:

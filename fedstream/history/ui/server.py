@@ -51,7 +51,7 @@ class PageServer:
         permission: Callable[[web.Request], Permission] = lambda _: "may",
     ) -> None:
         """``opening``: opens the run, for the first request. ``jobs``: work on questions.
-        ``permission``: the right of a sender to ask.
+        ``permission``: a sender's right to start work.
         """
         self._opening = opening
         self._run: RecordedRun | None = None
@@ -274,7 +274,7 @@ class PageServer:
 async def serve(
     run: RecordedRun, host: str, port: int, ready: Callable[[int], object], access: TaskAccess
 ) -> None:
-    """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
+    """Serve a run's pages until a signal. ``ready``: told the port. Raises FedstreamError."""
     settings = HttpSettings(host=host, port=port)
     site = PageServer(lambda: run, PageJobs(Workplace(run.path, access)))
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -301,7 +301,7 @@ def _html(text: str, status: int = 200) -> web.Response:
 def _filled(
     run: RecordedRun, asked: Mapping[str, str], *names: str
 ) -> tuple[list[int | None], dict[str, str], dict[str, str]]:
-    """A form's versions, those of its fields that are wrong, and what is wrong with them."""
+    """A form's versions, its wrong fields as filled in, and the errors in them."""
     found, fields, problems = list[int | None](), dict[str, str](), dict[str, str]()
     for name in names:
         value, problem = None, ""
