@@ -221,7 +221,7 @@ class RunRecord:
     def picture(self) -> Figure:
         """Accuracy and loss over versions and time, staleness, and updates per device.
 
-        For a simulation without a journal, only accuracy and loss.
+        For a simulation without a journal, only the main metric.
         """
         if not marks(self.journal):
             measured, goal = self.measurements, self.summary["goal"]
@@ -308,7 +308,7 @@ class RunRecord:
         }
 
     def _name_of(self, table: str) -> str:
-        """The ``name`` or default in a table, which a hand-written run.toml may leave out."""
+        """A table's ``name``; as the journal has it if a hand-written run.toml leaves it out."""
         said = self.settings.get(table)
         if isinstance(said, dict) and "name" in said:
             return str(said["name"])

@@ -91,7 +91,7 @@ def stats(
     read: Read = lambda _bytes: None,
     until: int | None = None,
 ) -> dict[int, DeviceContribution]:
-    """Each device's contribution, by device. ``until``: only in versions up to this one.
+    """Each device's contribution, by device. ``until``: the last version that counts.
 
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
     after the one that contains the update; it leaves out updates followed by fewer versions. At

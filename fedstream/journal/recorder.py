@@ -229,9 +229,9 @@ class Recorder:
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 
-        For None, the previous record's position. On a full disk, fewer positions than records are
-        returned; the remaining records were not added. Added records stay, as a successor may have
-        read them. Raises JournalFull if not even the first fits.
+        A None in ``records`` adds nothing, and has the position before. On a full disk, fewer
+        positions than records are returned; the remaining records were not added. Added records
+        stay, as a successor may have read them. Raises JournalFull if not even the first fits.
         """
         writer, claim = self._writer, self._claim
         if writer is None or claim is None:

@@ -33,7 +33,7 @@ class ScaffoldSettings(Batch):
 
     @property
     def remembered(self) -> int | None:
-        """M."""
+        """M, the number of devices with a vector each."""
         return self.devices
 
     @property

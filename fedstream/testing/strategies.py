@@ -45,7 +45,7 @@ def check_strategy(
 
     - ``receive`` writes neither into ``state.model`` nor into the update's model, keeps neither,
       and reads nothing of ``spare``;
-    - the same state and update give the same result, to the last bit, as often as they are asked;
+    - the same state and update give the same result, to the last bit, every time;
     - version, outcome, staleness and weight fit together, and a recorded weight is used as it is;
     - updates with staleness 0 and ``max_staleness`` are used, and staler ones change nothing;
     - a version is made of ``batch`` updates, and of fewer if the round ends;
