@@ -27,7 +27,7 @@ class TopK(Section):
     """Keep the k values of largest magnitude and zero the others; on ties the first ones win.
 
     top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2, without
-    the memory: what is left out is lost.
+    the memory: the other values are lost.
     """
 
     kind: Literal["topk"] = "topk"
@@ -43,9 +43,9 @@ def compress(delta: Floats, how: Compression) -> None:
 
     Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
     calls 'rescaling, compression for communication-efficiency, etc.'. This function only shows the
-    effect of lossy compression on training, device by device; the wire format
-    (:mod:`fedstream.core.formats`) is what saves bytes. A delta that is not finite stays so, and
-    the updater refuses it.
+    effect of lossy compression on training, device by device; only the wire format
+    (:mod:`fedstream.core.formats`) saves bytes. A delta that is not finite stays so, and the
+    updater refuses it.
     """
     match how:
         case Bf16():

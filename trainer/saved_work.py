@@ -55,7 +55,7 @@ class SavedWork:
         self._exists = False  # this attempt read or saved a workspace
 
     async def read(self, layout: Layout) -> Workspace | None:
-        """Read the workspace; None if there is no usable one. ``layout``: of its models."""
+        """Read the workspace; None if there is no usable one. ``layout``: its models' layout."""
         # Other trainers of the site may write any bytes there, so bound the read.
         most = self._settings.workspace_bytes
         data = await workspaces.read(self._client, self._key, most=most)

@@ -101,7 +101,7 @@ class InverseSqrtRate(Schedule):
 
 
 class _Plain(Schedule):
-    """A function that a program defines. Subclasses have its parameters as fields."""
+    """Base for a user's function; a subclass has the function's parameters as fields."""
 
     function: ClassVar[Callable[..., float]]
 

@@ -62,7 +62,7 @@ class Workspace(BaseModel):
     """The state of local training between two steps, with the identity of the work.
 
     On the same machine, resumed training gives the same bits as uninterrupted training. The
-    exceptions are what a layout does not carry: non-persistent buffers and float64's extra digits.
+    exceptions are values that a layout lacks: non-persistent buffers and float64's extra digits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

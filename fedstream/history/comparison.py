@@ -1,4 +1,4 @@
-"""Runs beside each other: their numbers, what differs in their configuration, and their curves."""
+"""Runs beside each other: their numbers, configurations' differences, and curves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compare(
 
 
 class Comparison:
-    """Runs beside each other, read when this object is made. A notebook shows it as tables."""
+    """Runs beside each other, read when this object is made. Notebooks show tables and curves."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Comparison:
 
         ``strategy``, ``state``, ``versions``, ``updates``, ``seconds`` (virtual ones, or arrivals,
         if ``simulated``), ``updates_per_s`` (missing if simulated), mean ``staleness``, the metric
-        as ``final`` and ``best`` with its ``best_version``, and what it took to reach the target:
+        as ``final`` and ``best`` with its ``best_version``, and the cost of reaching the target:
         ``versions_to_target``, ``updates_to_target``, ``seconds_to_target`` (missing if it was
         not reached).
         """

@@ -1,4 +1,4 @@
-"""What each device contributed to a run, recorded or live, and which devices stand out."""
+"""Each device's contribution to a run, recorded or live, and the devices that stand out."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Display(Protocol):
     """Output of a run in progress."""
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """Show what runs, and where."""
+        """Show the header's rows, by name."""
 
     def add(self, name: str, value: str) -> None:
         """Show one more row of the header, which was not known before."""

@@ -403,7 +403,7 @@ def _row(device: int, share: DeviceContribution) -> dict[str, float | None]:
 
 
 def show_rows(found: Sequence[Mapping[str, float | None]], by: str) -> None:
-    """Print the devices as a table; the column they are sorted ``by`` is always shown."""
+    """Print the devices as a table, which always has the column ``by`` that sorts them."""
     space = room()
     ends = " " if space is None else "\n"  # a terminal's headers take two lines
     headers = {name: name.replace("_", ends) for name in NAMES}

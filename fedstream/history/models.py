@@ -153,7 +153,7 @@ class JournalModels:
         """Yield the moves from a version on, beginning with the move that made the version.
 
         The first move has no update. Raises JournalError; NotRecorded where weights are missing;
-        Unwanted once ``is_wanted`` says no.
+        Unwanted once ``is_wanted()`` is false.
         """
         first = self._nearest(version)
         copy, begun = self._near(version, first, is_wanted), False

@@ -1,4 +1,4 @@
-"""A run's record: what a run's folder, or a bare journal, tells of it."""
+"""A run's record, read from the run's folder or from a bare journal."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class RunRecord:
 
     @property
     def devices(self) -> pd.DataFrame:
-        """The devices, indexed by number: what each contributed, and how well it is served.
+        """The devices, indexed by number: their contributions, and the model's quality for them.
 
         ``updates`` used, the means of their ``staleness``, ``weight``, training ``loss`` and
         ``norm``, ``refused`` updates; and where ``evaluator.per_device`` asked for it, the last

@@ -216,7 +216,7 @@ class RecordedRun:
         return found
 
     def newest_at(self, seconds: Sequence[float]) -> list[int]:
-        """The newest version at each of these :meth:`times`; the oldest if a time is before all."""
+        """The newest version at each of ``seconds`` by :meth:`times`; before all, the oldest."""
         times = np.array(self.times(self.columns.numbers.tolist()))
         rows = np.searchsorted(times, np.array(seconds), side="right") - 1
         found: list[int] = self.columns.numbers[np.maximum(rows, 0)].tolist()

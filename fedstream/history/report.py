@@ -377,7 +377,7 @@ def write_best(
 def occupied(out: Path) -> Iterator[None]:
     """Occupy an existing folder for the block. Raises FedstreamError if another process does.
 
-    A file system without locks changes nothing: nobody will see that the run is going on.
+    On a file system without locks, other processes can't see that the run is going on.
     """
     folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -78,7 +78,7 @@ class _Numbers(BaseModel):
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """The numbers in summary.json. Raises FedstreamError if it is not one."""
+    """The numbers in summary.json. Raises FedstreamError if the file is no summary."""
     try:
         found = _Numbers.model_validate_json(read_regular(path))
     except ValidationError as error:
@@ -189,8 +189,8 @@ def _versions(numbers: Mapping[str, Any]) -> str:
 def stands(path: Path, finished: Callable[[], str | None]) -> tuple[str, str]:
     """The state of a run's folder or journal, and the reason for it.
 
-    ``finished``: returns why the run is over by its journal, or None; called only if the folder has
-    no answer.
+    ``finished``: returns the reason for the run's end by its journal, or None; called only if the
+    folder doesn't show the state.
     """
     config, numbers = path / CONFIG, path / SUMMARY
     if path.is_dir() and report.is_occupied(path):

@@ -22,7 +22,7 @@ _BATCH = 1000  # points
 
 @dataclass(frozen=True)
 class Tracked:
-    """What was written to a tracker."""
+    """The numbers of points that were written to a tracker."""
 
     sink: str
     versions: int

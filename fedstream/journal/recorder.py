@@ -135,7 +135,7 @@ class Recorder:
         )
 
     def says(self, need: str) -> bool:
-        """Whether the segment's head declares the need to its readers."""
+        """Whether the segment's head declares this need of its readers."""
         return self.head is not None and need in self.head.needs
 
     async def newest_epoch(self) -> int:
@@ -213,9 +213,9 @@ class Recorder:
         return left
 
     def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
-        """The devices whose vectors a new segment must contain: changed ones, and lost ones.
+        """The devices with changed vectors, and with lost ones; a new segment must have both.
 
-        Lost: their segment is about to be deleted, or an operator has deleted it.
+        A vector is lost if its segment is about to be deleted, or was deleted by an operator.
         """
         if vectors is None:
             self.stored = {}

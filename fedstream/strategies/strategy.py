@@ -164,7 +164,7 @@ class Strategy(NamedSettings):
 
     @abstractmethod
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Take in one update. The version increases by one if this makes a model."""
+        """Take in one update. The version increases by one if the update completes a version."""
 
     def end_round(self, state: State) -> State:
         """End the round: make the next version of the arrived updates, if any."""

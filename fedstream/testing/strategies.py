@@ -49,7 +49,7 @@ def check_strategy(
     - version, outcome, staleness and weight fit together, and a recorded weight is used as it is;
     - updates with staleness 0 and ``max_staleness`` are used, and staler ones change nothing;
     - a version is made of ``batch`` updates, and of fewer if the round ends;
-    - what it remembers survives the journal: a replay and a recovery from a checkpoint in the
+    - the strategy's memory survives the journal: a replay and a recovery from a checkpoint in the
       middle of a batch give the same bits;
     - its settings can be written and read again.
 
@@ -294,7 +294,7 @@ class _Check:
             self.fail("end_round() wrote into state.model")
 
     def journal(self) -> None:
-        """A replay and a recovery of what a journal recorded give the same bits."""
+        """A replay of a journal and a recovery from it give the same bits."""
         with tempfile.TemporaryDirectory(prefix="fedstream-check-") as folder:
             try:
                 first = self.first.copy()

@@ -67,7 +67,7 @@ Question: TypeAlias = Bisection | OtherRule | Distances
 
 
 class _Reading:
-    """Takes values out of a form, and notes what is wrong with them."""
+    """Reads values from a form, and notes their errors."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
@@ -203,9 +203,10 @@ _KEYS = {"staleness": "strategy.staleness.kind", "alpha": "strategy.alpha"}
 
 
 def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Problems]:
-    """As :func:`bisection`; the command would accept the question too.
+    """The question in a form and its problems; the question is None if there are problems.
 
-    A program that only the form names is not loaded: any visitor of the page could make it run.
+    The command's own errors are among the problems. A program that only the form names is not
+    loaded: any visitor of the page could make it run.
     """
     reading = _Reading(fields)
     strategy = reading.text("strategy") or None
@@ -255,7 +256,7 @@ def keys_in(recorded: Mapping[str, Any], prefix: str = "strategy.") -> dict[str,
 
 
 def rule_of(run: RecordedRun, other: RecordedRun) -> str:
-    """The address that asks what the other run's rule would have made of this run's updates.
+    """The address that asks for a replay of this run's updates by the other run's rule.
 
     '' if both have the same rule.
     """
@@ -287,7 +288,7 @@ def _refused(
     from fedstream.journal.replay import Replayer
 
     def tried(count: int) -> Problems:
-        """The error of a rule by the strategy and the first ``count`` settings, at the last one."""
+        """The error of a rule with the first ``count`` settings, noted at the last of them."""
         found: Problems = {}
         with _noting(found, given[count - 1][0] if count else "strategy"):
             rule = rule_by([item for _, item in given[:count]], strategy)

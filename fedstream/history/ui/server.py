@@ -1,6 +1,6 @@
 """`fedstream ui`: the pages over HTTP, for browsers on this machine.
 
-Nothing is written but the index, and nothing that a request says is trusted.
+The server writes only the index, and trusts no value in a request.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _own(text: str) -> Markup:
 
 
 def _joined(*modules: str) -> str:
-    """Modules as one, each after those that it imports: a file has no address to import from."""
+    """JavaScript modules joined into one, imported ones first: a single file can't import."""
     text = "\n".join(static(name).decode() for name in modules)
     return re.sub(r"^import .*\n|^export ", "", text, flags=re.MULTILINE)
 
