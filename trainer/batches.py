@@ -234,7 +234,7 @@ def _loaded_rows(
 def _stream(
     task: Collating, data: Dataset[Any], solver: SolverSettings, seed: int
 ) -> Iterator[Any]:
-    """Yield the batches of a stream, which begins again at its end. Raises DataError if empty."""
+    """Yield the batches of a stream, again and again. Raises DataError if the stream is empty."""
     loader: DataLoader[Any] = DataLoader(
         data,
         solver.batch_size or 1,

@@ -42,7 +42,7 @@ def compress(delta: Floats, how: Compression) -> None:
     """Overwrite ``delta``, a vector of any length, with its compressed and decoded values.
 
     Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-    calls 'rescaling, compression for communication-efficiency, etc.'. This function only shows the
+    calls 'rescaling, compression for communication-efficiency, etc.'. This function shows the
     effect of lossy compression on training, device by device; only the wire format
     (:mod:`fedstream.core.formats`) saves bytes. A delta that is not finite stays so, and the
     updater refuses it.

@@ -280,7 +280,7 @@ class _Descent:
         return time.monotonic() - self._began_s
 
     def _forget_gradients(self) -> None:
-        """Free the gradients, which take a model's memory; no optimizer's hooks are called."""
+        """Free the gradients, which take a model's memory, without the optimizers' hooks."""
         for x in self._trained:
             x.grad = None
 

@@ -181,7 +181,7 @@ def state(
 
 
 class _Calls:
-    """The times at which a device is called eligible (``to``) or ineligible (not ``to``)."""
+    """The times of the calls that make a device eligible (``to``) or ineligible (not ``to``)."""
 
     def __init__(self, settings: OnOff | Diurnal, device: int, seed: int, *, to: bool) -> None:
         self._settings = settings

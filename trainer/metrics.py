@@ -100,7 +100,7 @@ class TrainerMetrics:
 class _Durations(AbstractContextManager[None]):
     """A histogram of the durations of one part.
 
-    A prometheus_client Histogram would make twenty calls for each duration, and each task has four.
+    A prometheus_client Histogram would make twenty calls for each of a task's four durations.
     """
 
     __slots__ = ("began", "counts", "sum")

@@ -208,7 +208,7 @@ def of_device_rows(rows: RowArray, window: Window = WHOLE) -> list[Chart]:
 def of_points(
     figures: Sequence[tuple[str, str, str, RowArray, RowArray]], window: Window = WHOLE
 ) -> list[Chart]:
-    """A chart of each figure that has values. A figure: name, title, label, versions, values."""
+    """A chart of each figure with values; ``figures``: name, title, label, versions, values."""
     found = []
     for name, title, label, versions, values in figures:
         known = np.isfinite(values) & window.within(versions)

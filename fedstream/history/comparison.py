@@ -1,4 +1,4 @@
-"""Runs beside each other: their numbers, configurations' differences, and curves."""
+"""Runs beside each other: their numbers, their configurations' differences, and their curves."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
 def failing_rows(
     devices: Mapping[str, Mapping[str, Any]], trainers: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """A row for the devices whose last tasks failed, and one for the trainers."""
+    """A row for the devices, and a row for the trainers, whose last tasks failed."""
     rows = [("failing", failing(devices))] if devices else []
     bad = [
         f"trainer {name} (its last {number(about['failing'])} tasks, of several devices)"

@@ -231,7 +231,7 @@ def reading_ahead(journals: Sequence[Path]) -> Iterator[bool]:
     Yields whether there is indexing to wait for.
     """
     new = [journal for journal in journals if _is_worth_it(journal)]
-    # A fork has this thread alone, and what somebody else's program holds.
+    # A fork has this thread alone, and all resources of a calling program.
     if not new or not process.is_own() or threading.active_count() > 1 or sys.platform != "linux":
         yield False
         return

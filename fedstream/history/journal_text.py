@@ -214,7 +214,7 @@ def _table(names: Sequence[str], *, header: bool) -> Table:
 
 
 def _boundary(segment: Segment) -> Iterator[str]:
-    """Yield a segment's heading, the run's initial model, and the digests of user's programs."""
+    """Yield a segment's heading, the run's initial model, and the digests of user programs."""
     head, said = segment.head, segment.standing
     yield (
         f"{segment.path.name}: epoch {head.epoch}, {said.why} with version {said.version} "

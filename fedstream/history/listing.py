@@ -40,7 +40,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    """Each run in a few numbers, the newest last; only ``error`` if a run can't be read."""
+    """Each run in a few numbers, the newest last; an unreadable run has an ``error`` instead."""
     rows = [_row(path) for path in runs_in(folder)]
     return sorted(rows, key=lambda row: (row["date"], row["folder"]))
 

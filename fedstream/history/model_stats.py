@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGap:
-    """A tensor's Euclidean distance from another version's, also relative to the tensor's norm."""
+    """A tensor's distance between two versions: Euclidean, and relative to the first's norm."""
 
     name: str
     distance: float

@@ -76,7 +76,7 @@ class JournalModels:
         fit = memory // (models * self.layout.nbytes + _BESIDES)
         self._most = fit if fit > 1 else 0
         versions = chain[-1].standing.version + _SEGMENT - chain[0].standing.version
-        # Some of those that fit are near where somebody looks, at any version.
+        # Some of the copies that fit are near the version at which a reader looks.
         self._stride = max(_STRIDE, -(-versions // max(1, fit * 3 // 4)))
         self._copies: OrderedDict[int, _Copy] = OrderedDict()  # by version, least used first
         self._origin: Model | None = None
@@ -255,7 +255,7 @@ class JournalModels:
     def _steps(
         self, number: int, begin: _Copy | None, until: int | None, is_wanted: Callable[[], bool]
     ) -> Iterator[_Copy]:
-        """Rebuild on in a segment, from a copy or its checkpoint; yield each copy that is added.
+        """Continue a rebuild in a segment, from a copy or the checkpoint; yield each added copy.
 
         Stops with a copy of version ``until``. Raises JournalError, Unwanted.
         """
@@ -288,6 +288,6 @@ class JournalModels:
         self._copies[version] = _Copy(self._name(number), record, rebuild.copy())
         self._copies.move_to_end(version)
         while len(self._copies) > self._most:
-            passing = (at for at in self._copies if at % self._stride)  # where somebody was once
+            passing = (at for at in self._copies if at % self._stride)  # near versions read once
             del self._copies[next(passing, next(iter(self._copies)))]
         return self._copies[version]

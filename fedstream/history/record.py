@@ -48,7 +48,7 @@ class RunRecord:
     """A run: its versions, updates and measurements, and any of its models.
 
     Files are read when they are first needed. While the run is still going on, each access shows
-    its newest state.
+    the run's newest state.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class RunRecord:
 
     @property
     def clock(self) -> str:
-        """The name of the run's time, for an axis."""
+        """The label of an axis for the run's time."""
         if not self.is_simulated:
             return "seconds"
         staleness = self.settings.get("simulation", {}).get("staleness") or {}

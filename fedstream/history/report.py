@@ -40,7 +40,7 @@ MODEL = "model.safetensors"
 BEST = "best.safetensors"
 CURVES = "curves.png"
 
-_LOOK_S = 1.0  # for how long somebody may be looking, which takes a shared lock for a moment
+_LOOK_S = 1.0  # for how long a reader may be looking, which takes a shared lock for a moment
 
 _COLUMNS = (
     "version",

@@ -32,7 +32,7 @@ class Tracked:
 
 
 def sinks_of(run: RunRecord, kinds: Sequence[str], *, trusted: bool) -> list[Named]:
-    """The trackers of these kinds, with the run's own options; without kinds, all of the run.
+    """The trackers of these kinds, with the run's own options; default: all trackers of the run.
 
     ``trusted``: load programs that the run's file names. Raises ConfigError, also if there is no
     tracker.

@@ -229,9 +229,10 @@ class Recorder:
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 
-        A None in ``records`` adds nothing, and has the position before. On a full disk, fewer
-        positions than records are returned; the remaining records were not added. Added records
-        stay, as a successor may have read them. Raises JournalFull if not even the first fits.
+        For a None in ``records``, nothing is appended and the position before is returned. On a
+        full disk, fewer positions than records are returned; the remaining records were not added.
+        Added records stay, as a successor may have read them. Raises JournalFull if not even the
+        first fits.
         """
         writer, claim = self._writer, self._claim
         if writer is None or claim is None:

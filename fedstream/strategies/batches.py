@@ -51,7 +51,7 @@ class Batch(Strategy):
 
     @property
     def rate(self) -> float:
-        """The factor of a delta in a step."""
+        """The server's learning rate, the factor of the mean delta."""
         return self.server_lr
 
     def factor(self, update: Update, weight: float) -> float:

@@ -1,4 +1,4 @@
-"""Server optimizers: the steps that a batch rule takes by the mean of its batch.
+"""Server optimizers: the steps that a batch rule takes along the mean of its batch.
 
 Adaptive Federated Optimization (Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan),
 algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything element by

@@ -66,7 +66,7 @@ class Broadcast:
         self._encoded: dict[int, bytes] = {}  # changes since a picture, by its number
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Draw pictures while there are viewers, until stop; then a last one, of the end."""
+        """Draw pictures while there are viewers, until stop; then the final one."""
         while not stop.is_set():
             self._wake.clear()
             if not self.viewers and time.monotonic() >= self._seen_until:

@@ -73,7 +73,7 @@ class Snapshot:
     now: float
     memory: RedisMemory
     phases: Mapping[Phase, int]  # of all open tasks
-    leading: frozenset[str]  # of "scheduler" and "updater": the roles that somebody holds
+    leading: frozenset[str]  # of "scheduler" and "updater": the roles that a process holds
     oldest: float | None  # when the oldest open task was opened
     deadline: float | None  # the earliest of open tasks
     workers: tuple[SeenWorker, ...]  # by name, at most 200; the tally has how many are alive

@@ -34,7 +34,7 @@ class Standstill:
     """The cause of a standstill."""
 
     text: str  # a sentence
-    is_wrong: bool = True  # somebody may have to do something
+    is_wrong: bool = True  # an operator may have to act
 
 
 def stalled(snapshot: Snapshot, *, away_s: float = 0.0) -> Standstill | None:
@@ -172,7 +172,7 @@ def _of_new_tasks(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_devices(snapshot: Snapshot, *, devices_decide: bool) -> Iterator[str]:
-    """Yield the causes with devices, why none may begin a task."""
+    """Yield the causes with devices: none may begin a task."""
     tally, settings = snapshot.tally, snapshot.settings
     devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
     if barred >= devices:

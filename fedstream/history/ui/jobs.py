@@ -77,7 +77,7 @@ class PageJob:
         return self.answer is None and not self.problem
 
     def as_it_is(self) -> PageJob:
-        """A copy to draw a page from, so that the page doesn't change with an answer halfway."""
+        """A copy to draw a page from; an answer that arrives meanwhile doesn't change the copy."""
         found = copy(self)
         found.measured = dict(self.measured)
         return found

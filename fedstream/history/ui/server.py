@@ -62,7 +62,7 @@ class PageServer:
         self._waiting = 0  # requests that wait for it
         # The version whose models were shown last, and the step to it; None: none was yet.
         self._moment: tuple[int, int | None] | None = None
-        self._moved = asyncio.Event()  # since somebody looked around there
+        self._moved = asyncio.Event()  # a version was shown since
 
     @property
     def run(self) -> RecordedRun:
@@ -145,7 +145,7 @@ class PageServer:
                     try:
                         await asyncio.to_thread(self.run.prepare_neighbours, *moment, is_idle)
                     except Unwanted:
-                        continue  # somebody asks: go on after that
+                        continue  # a reader asks: go on after that
                     except FedstreamError:
                         pass  # who asks for it is told
                 break

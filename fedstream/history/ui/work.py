@@ -37,7 +37,7 @@ _OURS = "FEDSTREAM_"  # what the names of our environment variables begin with
 
 @dataclass(frozen=True)
 class TaskAccess:
-    """The task to measure with, and the programs that a recording may run, as by the options."""
+    """The task to measure with, and whether a recording's programs may run; from the options."""
 
     task: str | None = None
     config: Path | None = None
@@ -134,7 +134,7 @@ def _tried(
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether an error comes of too little memory, which torch says only in its texts."""
+    """Whether too little memory caused an error; torch says this only in its messages."""
     while error is not None:
         if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
             return True
