@@ -199,7 +199,7 @@ def _found(folder: Path, run: str) -> tuple[Reached, int]:
 def _records(data: bytes, at: int) -> Iterator[bytes]:
     """The whole records of wandb's file (LevelDB's log format), up to a torn one.
 
-    ``data``: begins with a block; ``at``: the offset of a record's first part in ``data``.
+    ``data``: begins with a block; ``at``: the offset of the first part to read.
     """
     record: bytes | None = None  # a first part may be empty
     while at + _HEAD.size <= len(data):
