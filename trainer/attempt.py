@@ -1,6 +1,7 @@
 """One attempt at a task: the start of training, training itself, and the answer.
 
-:class:`Attempt` has the state of one attempt, :class:`AttemptContext` what all attempts share.
+:class:`Attempt` has the state of one attempt, :class:`AttemptContext` the settings and resources
+that all attempts share.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Newest:
     async def start(self, device: int, newest: Head | None) -> Start:
         """The start from the newest version, with the strategy's vector for the device.
 
-        ``newest``: the newest version; None: unknown.
+        ``newest``: the newest version's head; None: it is read first.
         """
         head, model = await self._read(newest)
         control: Floats | None = None
@@ -236,7 +237,7 @@ class Attempt:
     async def _learned(self, start: Start, work: Work, unsent: Floats | None) -> Learned:
         """Train; if the device becomes ineligible midway, finish later. Raises Cancelled.
 
-        Asynchronous Federated Optimization, 'flexibility'.
+        Waiting is the 'flexibility' of *Asynchronous Federated Optimization*.
         """
         shared = self._shared
         while True:
@@ -306,7 +307,7 @@ class Attempt:
     # whether to continue
 
     def _is_over(self) -> bool:
-        """Whether this trainer must hand the task back."""
+        """Whether the lease is lost, or the trainer is told to stop."""
         return self._lost.is_set() or self._stop.is_set()
 
     def _is_late(self) -> bool:

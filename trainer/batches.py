@@ -22,7 +22,7 @@ _MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
 
 
 def is_drawn(samples: int, solver: SolverSettings) -> bool:
-    """Whether rows are drawn with replacement, as they are too many to be shuffled."""
+    """Whether rows are drawn with replacement, because there are too many to shuffle."""
     return samples > _MOST_SHUFFLED and _size(samples, solver) * _MANY <= samples
 
 
@@ -33,9 +33,9 @@ def _size(samples: int, solver: SolverSettings) -> int:
 def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
     """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
 
-    A pass has one minibatch with ``fresh`` sampling, and if rows are drawn. Otherwise the last
-    minibatch is smaller, or left out by ``drop_last``. A single row that is left over belongs to
-    the minibatch before: batch norm has no statistics of one row.
+    With ``fresh`` sampling, or if rows are drawn, a pass has one minibatch. Otherwise the rows left
+    over form a smaller last minibatch, or are left out by ``drop_last``. A single row left over
+    belongs to the minibatch before: batch norm has no statistics of one row.
     """
     size = _size(samples, solver)
     if solver.sampling == "fresh" or is_drawn(samples, solver):
@@ -51,7 +51,7 @@ def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
 
 
 def minibatches_in(samples: int, solver: SolverSettings) -> int:
-    """The number of minibatches that covers as many samples as there are."""
+    """The number of minibatches in one epoch over ``samples`` rows; 0 for a stream."""
     if not samples:
         return 0
     whole, left = divmod(samples, _size(samples, solver))
@@ -80,12 +80,12 @@ class Minibatches(Sampler[torch.Tensor]):
 
     @property
     def epoch(self) -> int:
-        """The minibatches that cover as many rows as a pass has."""
+        """The number of minibatches in one epoch (:func:`minibatches_in`)."""
         return minibatches_in(self._samples, self._solver)
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """The generator's state before the current pass, and the minibatches taken from it."""
+        """The generator's state before the current pass, and the count of minibatches taken."""
         return state_of(self._before), self._taken
 
     def skip_to(self, state: bytes, taken: int) -> None:
@@ -137,17 +137,17 @@ class Collating(Protocol):
 
 
 class Batches(Protocol):
-    """The batches of one task, endless."""
+    """An endless sequence of one task's batches."""
 
     epoch: int
-    """batches in a pass"""
+    """the number of batches in an epoch; 0 for a stream"""
 
     def next(self) -> Any:
         """The next batch, collated."""
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """Where to resume."""
+        """The state and the count with which :meth:`skip_to` resumes here."""
 
     def skip_to(self, state: bytes, taken: int) -> None:
         """Resume at a ``place``."""
@@ -156,7 +156,7 @@ class Batches(Protocol):
 def batches_of(
     task: Collating, data: Dataset[Any], samples: int, solver: SolverSettings, seed: int
 ) -> Batches:
-    """The batches of one task. ``samples``: 0 of a stream (``IterableDataset``)."""
+    """The batches of one task. ``samples``: 0 for a stream (``IterableDataset``)."""
     if not samples:
         return LoadedBatches(_stream(task, data, solver, seed), 0)
     order = None
@@ -169,7 +169,7 @@ def batches_of(
 
 
 class RowBatches:
-    """Batches that training itself gathers."""
+    """Batches that the task's ``gather`` makes, without torch's DataLoader."""
 
     def __init__(self, task: Collating, data: Dataset[Any], rows: Minibatches) -> None:
         self._task, self._data, self._rows = task, data, rows
@@ -181,7 +181,7 @@ class RowBatches:
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """As of :class:`Minibatches`."""
+        """The place in :class:`Minibatches`."""
         return self._rows.place
 
     def skip_to(self, state: bytes, taken: int) -> None:
@@ -207,7 +207,7 @@ class LoadedBatches:
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """b"", and the batches taken in all."""
+        """b"", and the number of batches taken since the task began."""
         return b"", self._taken
 
     def skip_to(self, state: bytes, taken: int) -> None:
@@ -234,7 +234,7 @@ def _loaded_rows(
 def _stream(
     task: Collating, data: Dataset[Any], solver: SolverSettings, seed: int
 ) -> Iterator[Any]:
-    """The batches of a stream, again and again. Raises DataError if there are none."""
+    """Yield the batches of a stream, again and again. Raises DataError if the stream is empty."""
     loader: DataLoader[Any] = DataLoader(
         data,
         solver.batch_size or 1,
@@ -253,7 +253,7 @@ def _stream(
 
 
 class _Gathered(Dataset[Any]):
-    """A data set of batches, by the rows of each."""
+    """A data set whose items are batches; the row numbers of a batch are its index."""
 
     def __init__(self, task: Collating, data: Dataset[Any]) -> None:
         self._task, self._data = task, data

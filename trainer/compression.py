@@ -27,7 +27,7 @@ class TopK(Section):
     """Keep the k values of largest magnitude and zero the others; on ties the first ones win.
 
     top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2, without
-    the memory: what is left out is lost.
+    the memory: the other values are lost.
     """
 
     kind: Literal["topk"] = "topk"
@@ -42,10 +42,10 @@ def compress(delta: Floats, how: Compression) -> None:
     """Overwrite ``delta``, a vector of any length, with its compressed and decoded values.
 
     Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-    calls 'rescaling, compression for communication-efficiency, etc.'. This shows the effect of
-    lossy compression on training, device by device. The wire format
-    (:mod:`fedstream.core.formats`), not this, saves bytes. A delta that is not finite stays so, and
-    the updater refuses it.
+    calls 'rescaling, compression for communication-efficiency, etc.'. This function shows the
+    effect of lossy compression on training, device by device; only the wire format
+    (:mod:`fedstream.core.formats`) saves bytes. A delta that is not finite stays so, and the
+    updater refuses it.
     """
     match how:
         case Bf16():

@@ -86,7 +86,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def random_states(where: torch.device) -> tuple[bytes, ...]:
-    """The states of the global generators: Python's, numpy's, torch's, and that of a GPU."""
+    """The states of the global generators: Python's, numpy's, torch's, and the GPU's if used."""
     import torch
 
     version, words, gauss = random.getstate()
@@ -126,7 +126,7 @@ def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
 
 
 def size_of(data: Dataset[Any], device: int) -> int:
-    """The number of samples; 0 of a stream (``IterableDataset``), which has no length.
+    """The number of samples; 0 for a stream (``IterableDataset``), which has no length.
 
     Raises DataError if other data has no samples or no length.
     """
@@ -143,7 +143,7 @@ def size_of(data: Dataset[Any], device: int) -> int:
 
 
 def samples_of(test_data: Dataset[Any]) -> int:
-    """The number of test samples. Raises DataError if there are none, or no length."""
+    """The number of test samples. Raises DataError if the data is empty or has no length."""
     samples = length_of(test_data, "test_data()", "a map-style data set, or None")
     if samples == 0:
         raise DataError("there is nothing to evaluate: the data set is empty")
@@ -151,7 +151,10 @@ def samples_of(test_data: Dataset[Any]) -> int:
 
 
 def length_of(data: Dataset[Any], source: str, wanted: str) -> int:
-    """The length of what ``source`` returned. Raises DataError, naming both, if it has none."""
+    """The length of the data. Raises DataError if it has none.
+
+    The error names ``source``, which returned the data, and the kind that is ``wanted``.
+    """
     try:
         return len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
     except TypeError:

@@ -54,7 +54,7 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
     on the trainable parameters, or by the steps of another optimizer of ``torch.optim``.
     ``epochs`` passes take the steps of their minibatches; a time budget takes as many steps as
     fit. The gradient is clipped first, then changed by the solver (``direction``), then the
-    optimizer adds weight decay and momentum. Without one of these, the bits are those of a plain
+    optimizer adds weight decay and momentum. Without any of these, the bits are those of a plain
     loop of ``loss.backward()`` and ``optimizer.step()`` over the same batches. SCAFFOLD ends with
 
         c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
@@ -280,7 +280,7 @@ class _Descent:
         return time.monotonic() - self._began_s
 
     def _forget_gradients(self) -> None:
-        """As ``zero_grad`` of the optimizers, without their hooks; they take a model's memory."""
+        """Free the gradients, which take a model's memory, without the optimizers' hooks."""
         for x in self._trained:
             x.grad = None
 

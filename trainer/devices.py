@@ -115,7 +115,7 @@ class Behaviour:
 
 
 def behaviour(settings: DeviceSettings, device: int, seed: int) -> Behaviour:
-    """The behaviour of ``device`` in the task of ``seed``, a function of the arguments only."""
+    """The behaviour of ``device`` in the task with this seed; depends on the arguments only."""
     if settings.dropout == 0.0 and isinstance(settings.latency, NoLatency):
         return Behaviour(0.0, drops_out=False)  # nothing to draw
     # a text seed is hashed, so that neighbouring seeds and devices draw independently
@@ -181,7 +181,7 @@ def state(
 
 
 class _Calls:
-    """The times of one device's calls to be eligible (``to``) or ineligible (not ``to``)."""
+    """The times of the calls that make a device eligible (``to``) or ineligible (not ``to``)."""
 
     def __init__(self, settings: OnOff | Diurnal, device: int, seed: int, *, to: bool) -> None:
         self._settings = settings
@@ -212,7 +212,7 @@ class _Calls:
         raise AssertionError("count() ended")
 
     def _in(self, block: int) -> list[float]:
-        """The calls of one block, in order."""
+        """The calls in one block of time, in order."""
         begin_s = block * self._block_s
         match self._settings:
             case OnOff():

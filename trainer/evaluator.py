@@ -60,8 +60,8 @@ def device_metrics(
 
     Devices without test data or without counted labels are absent.
 
-    Of more devices, 10,000 evenly spaced ones are measured. Once ``cancelled``, returns the devices
-    measured so far. Raises the task's errors.
+    If there are more than 10,000 devices, that many are measured, evenly spaced. Once
+    ``cancelled()`` is true, returns the devices measured so far. Raises the task's errors.
     """
     found: dict[int, dict[str, float]] = {}
     step = max(1, ceil(devices / _MOST))
@@ -113,7 +113,7 @@ class EvaluatorSettings(Section):
 
 
 class Evaluator:
-    """The evaluator service. ``load``: creates the task. ``stop``: ends the run early."""
+    """The evaluator service. ``load``: creates the task. ``stop``: when to end the run early."""
 
     role = "evaluator"
 
@@ -128,7 +128,7 @@ class Evaluator:
         stop: StopSettings | None,
         run_devices: int | None = None,
     ) -> None:
-        """``run_devices``: ``task.devices``; None: decided by the task."""
+        """``run_devices``: the key ``task.devices``; None: the task decides."""
         self._run_devices = run_devices
         self._settings = settings
         self._keys = keys
@@ -193,9 +193,9 @@ class Evaluator:
         self._layout = layout_of(self._module)
 
     async def _begin(self, run: Run) -> None:
-        """Begin with a run, and the measurements of it that an earlier evaluator told.
+        """Begin to measure a run; with ``patience``, first recall the measurements so far.
 
-        That evaluator may have died before it ended the run.
+        An earlier evaluator may have died after a measurement that ends the run.
         """
         goals = self._learning.goal
         self._swings, self._stopping = Swings(goals), Stopping(self._stop, goals)
@@ -309,7 +309,7 @@ class Evaluator:
         )
 
     def _is_spread(self, metrics: Mapping[str, float], version: int, is_last: bool) -> bool:
-        """Whether these metrics include devices, or devices are never measured."""
+        """Whether the measurement is complete: no metrics of devices are left for the end."""
         ends = is_last or bool(self._stopping.why(metrics, version))
         return ends or self._settings.per_device != "last"
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OutageLimit:
-    """A limit on outages: raises ``most_s`` seconds after the last served request; None: never.
+    """Raises once Redis has served no request for ``most_s`` seconds; None: never.
 
     A Redis that answers but can't serve (loading, failing over, read-only) counts as unavailable.
     """
@@ -57,8 +57,8 @@ class Failures:
     """Reports tasks that raised, and makes the trainer rest after each given-up task.
 
     Without rests, a trainer that fails on every device would give up the tasks of a large pool at
-    full speed. Each give-up also states the failures in a row, because only the trainer knows that
-    it trained nothing in between, and then no device is blamed.
+    full speed. Each give-up also states the number of failures in a row, so that no device is
+    blamed for a trainer's fault: only the trainer knows that no task succeeded in between.
     """
 
     def __init__(self, context: Context, outbox: Outbox, name: str, rests: Backoff) -> None:
@@ -76,8 +76,8 @@ class Failures:
     def in_a_row(self) -> int:
         """The tasks given up in a row if the trainer is the likely cause; else 0.
 
-        The trainer is the likely cause after several failing devices, or, if it has trained before,
-        only after many tasks, as a round may have only failing devices left.
+        The trainer is the likely cause once 3 devices have failed. If it has trained before, 20
+        tasks must have failed too, because a round may have only failing devices left.
         """
         most = _TASKS if self._has_trained else _DEVICES
         is_cause = len(self._devices) == _DEVICES and self._given_up >= most
@@ -95,7 +95,7 @@ class Failures:
         self._rest_s = 0.0
 
     def trained(self) -> None:
-        """Note that a task has trained: the next rest is short again."""
+        """Note that a task was trained: the next rest is short again."""
         self._rests.reset()
         if self.in_a_row:
             self._context.log.info("this trainer works again")
@@ -104,7 +104,7 @@ class Failures:
         self._devices.clear()
 
     def gave_up(self, device: int, reason: str) -> None:
-        """Note that a task was given up. Reasons of the run are ignored."""
+        """Note that a task was given up. Reasons that lie in the run don't count."""
         if reason in reasons.OF_THE_RUN:
             return
         self._rest_s = self._rests.next()

@@ -98,7 +98,7 @@ def main_metric(names: Iterable[str], declared: Goals) -> str | None:
 
 
 def best_of(values: Iterable[tuple[float, T]], goal: Goal | None) -> tuple[float, T] | None:
-    """The first best pair by value; None without a goal or without a finite value."""
+    """The pair with the best value, the first of equals; None without goal or finite value."""
     finite = (one for one in values if isfinite(one[0]))
     if goal is None:
         return None
@@ -116,7 +116,7 @@ def reaches(value: float, target: float, goal: Goal) -> bool:
 
 
 class StopSettings(Section):
-    """When a run ends before its last version, by one metric."""
+    """When one metric ends a run before its last version."""
 
     metric: str = "accuracy"
     target: float | None = None  # it ends when a measurement is at least as good
@@ -131,10 +131,10 @@ class StopSettings(Section):
 
 
 class Stopping:
-    """Decides from one measurement after the other whether a run ends."""
+    """Decides with each measurement whether the run ends."""
 
     def __init__(self, settings: StopSettings | None, declared: Goals) -> None:
-        """None: it never ends the run. Raises ConfigError for a metric without a goal."""
+        """Without ``settings``, the run goes on. Raises ConfigError for a metric without a goal."""
         self._settings = settings
         self._goal = goal_of(settings.metric, declared) if settings is not None else None
         if settings is not None and self._goal is None:
@@ -163,7 +163,7 @@ class Stopping:
         return f"{name} not better than {best:.4f} in {measurements}, at version {version}"
 
     def add(self, metrics: Mapping[str, float], version: int) -> str:
-        """Take the next measurement, or the last one again: as :meth:`why`."""
+        """Add the next measurement, or the last one again; returns the same as :meth:`why`."""
         if self._last is not None and self._last[0] == version:
             _, self._best, self._waited = self._last
         self._last = version, self._best, self._waited
@@ -201,9 +201,10 @@ class Swing(NamedTuple):
 def relapses(values: Sequence[float], goal: Goal) -> int:
     """Count how often a metric lost its gains.
 
-    A value is a relapse if it is not finite, or if its distance to the median of the better half is
-    more than half of the larger of the two and more than 5 times the range of the better half. So
-    noise around a constant is no relapse, and one huge value counts only once.
+    A value is bad if it is not finite, or if it is worse than the median of the better half by more
+    than half of the larger magnitude of the two and more than 5 times the range of the better half.
+    A relapse is a bad value right after one that is not. So noise around a constant is no relapse,
+    and one huge value counts only once.
     """
     costs = [(value if goal == "min" else -value) if isfinite(value) else inf for value in values]
     better = sorted(cost for cost in costs if cost < inf)

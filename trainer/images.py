@@ -180,7 +180,7 @@ def cifar10_afl(settings: TaskSettings) -> InMemory:
 def fedasync_network() -> nn.Module:
     """FedAsync's network (2019, section 9, table 2): 2,625,866 parameters.
 
-    Bytes of shape (batch, 3, 32, 32) to scores of shape (batch, 10).
+    Maps bytes of shape (batch, 3, 32, 32) to scores of shape (batch, 10).
     """
 
     def convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
@@ -211,7 +211,7 @@ def afl_network() -> nn.Module:
 
 
 class Crop(nn.Module):
-    """Bytes of shape (batch, 3, 32, 32) to floats of shape (batch, 3, size, size).
+    """Turns bytes of shape (batch, 3, 32, 32) into floats of shape (batch, 3, size, size).
 
     In training, crops are random, each mirrored with probability 1/2; in evaluation, the centre is
     taken. Channels are normalised by the mean and standard deviation of the training images. Random
@@ -272,7 +272,7 @@ def _cifar10(
 
 
 def _batch(path: Path) -> tuple[Tensor, Tensor]:
-    """Images, bytes of shape (images, 3, 32, 32), and labels from 0 to 9, of shape (images,).
+    """The images, as bytes of shape (images, 3, 32, 32), and their labels from 0 to 9.
 
     The file's digest isn't checked here: torchvision checks its downloads. Raises DataError if the
     file is missing or damaged.

@@ -40,10 +40,10 @@ def as_sent(
     sends: Sends,
     compression: Compression,
 ) -> Trained:
-    """Convert ``into``, which holds x_new, to the model or delta to send; return the numbers.
+    """Convert ``into``, which holds x_new, to the model or delta to send.
 
-    ``trained``: the result of train(). ``base``: x_tau. ``device_control``: c_i (None: zero). Only
-    the parameters of a delta are compressed.
+    Returns the numbers of ``trained``, the result of train(). ``base``: x_tau. ``device_control``:
+    c_i (None: zero). Only the parameters of a delta are compressed.
 
     Raises TypeError or ValueError if ``trained`` is invalid; ConfigError if compression is
     configured but models, not deltas, are sent.
@@ -132,7 +132,7 @@ class Learner:
         return Learned(took, update, update.digest_like(start.digest))
 
     def _loaded(self, device: int) -> Dataset[Any]:
-        """The data of a device. Raises DataError if empty, and the task's errors."""
+        """The data of a device. Raises DataError if the data is empty, and the task's errors."""
         data = self.task.device_data(device)
         size_of(data, device)
         return placed(data, self._place)

@@ -52,8 +52,8 @@ class Leases:
     async def next(self) -> TakenTask | None:
         """Take a task: our own pending one, one that another trainer lost, or a new one.
 
-        None if there is none within a second. Until :meth:`settle`, a lost reply may leave us an
-        unknown task.
+        None if there is none within a second. If a reply is lost before :meth:`settle`, this
+        trainer may hold a task that it doesn't know.
         """
         why, self._unsure = self._unsure, "trouble"  # until the read succeeds
         coming, self._coming = self._coming, None
@@ -87,7 +87,7 @@ class Leases:
         return replies
 
     async def hand_back_others(self, entry: Entry) -> None:
-        """Hand back a task that was taken with a failed answer to ``entry``."""
+        """Hand back a task that was taken together with a failed answer to ``entry``."""
         self.abandon()
         if await self._group.release_others(entry):
             self._swept = 0.0  # the task has no lease, so any trainer may take it
@@ -123,7 +123,7 @@ class Leases:
         return TakenTask(entries[0], again=True)
 
     def held(self, entry: Entry) -> AbstractAsyncContextManager[asyncio.Event]:
-        """Renew the lease inside the block; sets the event if the lease is lost."""
+        """Renew the lease inside the block; the event is set when the lease is lost."""
         return _Renewals(partial(self._renew, entry), self._settings.seconds / 4)
 
     async def _renew(self, entry: Entry, lost: asyncio.Event) -> None:

@@ -100,7 +100,7 @@ class TrainerMetrics:
 class _Durations(AbstractContextManager[None]):
     """A histogram of the durations of one part.
 
-    Each task observes four parts, and a prometheus_client Histogram takes twenty calls for each.
+    A prometheus_client Histogram would make twenty calls for each of a task's four durations.
     """
 
     __slots__ = ("began", "counts", "sum")

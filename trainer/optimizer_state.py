@@ -24,7 +24,7 @@ _HEADER = 8  # bytes: the length of safetensors' header, which begins with it
 
 
 def encoded(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> bytes | None:
-    """The state as bytes; None if it has values other than dense tensors and JSON's."""
+    """The state as bytes; None if a value is neither a dense tensor nor valid in JSON."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     groups = []
@@ -53,7 +53,7 @@ def restore(
 ) -> None:
     """Put fresh optimizers and schedulers into an encoded state.
 
-    Raises BadMessage if the bytes are invalid, or of other optimizers.
+    Raises BadMessage if the bytes are invalid, or belong to other optimizers.
     """
     try:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")

@@ -55,7 +55,7 @@ class SavedWork:
         self._exists = False  # this attempt read or saved a workspace
 
     async def read(self, layout: Layout) -> Workspace | None:
-        """Read the workspace; None if there is no usable one. ``layout``: of its models."""
+        """Read the workspace; None if there is no usable one. ``layout``: its models' layout."""
         # Other trainers of the site may write any bytes there, so bound the read.
         most = self._settings.workspace_bytes
         data = await workspaces.read(self._client, self._key, most=most)
@@ -144,7 +144,7 @@ class Feedback:
         self._own: OrderedDict[int, Floats] = OrderedDict()  # least recently answered first
 
     async def of(self, device: int) -> Floats | None:
-        """The feedback of the device's last update; None, and counted, if it is lost."""
+        """The feedback of the device's last update; None, and counted, if there is none."""
         found = self._own.get(device) if self._settings.owns else await self._read(device)
         if found is None:
             self._metrics.from_zero.inc()
@@ -190,9 +190,9 @@ class Feedback:
         return staged, key
 
     def answered(self, device: int, unsent: Floats, *, said: bool, dropped: bool = False) -> None:
-        """Remember an update's feedback if the answer was ``said``, and count lost feedback.
+        """Keep an update's feedback if its answer counts (``said``), and count lost feedback.
 
-        Otherwise forget the device's feedback, as the answer may have been sent with a lost reply.
+        Otherwise forget the device's feedback, as an answer whose reply was lost may still count.
         ``dropped``: the previous feedback was too large to be added.
         """
         if said and dropped:

@@ -1,7 +1,7 @@
 """How the learning rate falls from one version of the global model to the next.
 
-A device that trains from version tau uses the rate ``solver.lr`` times s(tau). A schedule of one's
-own needs no class: its parameters after tau become keys of ``solver.schedule``.
+A device that trains from version tau uses the rate ``solver.lr`` times s(tau). A user's
+schedule can be a plain function, whose parameters after tau become keys of ``solver.schedule``.
 
     def halving(tau: int, every: int = 10) -> float:
         return 0.5 ** (tau // every)
@@ -55,7 +55,7 @@ class StepRate(Schedule):
 
 
 class LinearRate(Schedule):
-    """From 1 to ``end`` in ``versions``, after a linear rise to 1 over the first ``warmup``."""
+    """s falls from 1 to ``end`` at version ``versions``, after a rise to 1 over ``warmup``."""
 
     kind: Literal["linear"] = "linear"
     versions: Annotated[int, Field(ge=1)]
@@ -75,17 +75,17 @@ class LinearRate(Schedule):
         return self.end + (1.0 - self.end) * self.left(passed)
 
     def left(self, passed: float) -> float:
-        """The share of the way down that is left after a share of the versions."""
+        """The share of the fall that is left after the share ``passed`` of the versions."""
         return 1.0 - passed
 
 
 class CosineRate(LinearRate):
-    """As ``linear``, along half a cosine (Loshchilov, Hutter: SGDR, equation 5, one restart)."""
+    """As ``linear``, but along half a cosine (Loshchilov, Hutter: SGDR, equation 5, one cycle)."""
 
     kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
 
     def left(self, passed: float) -> float:
-        """The share of the way down that is left after a share of the versions."""
+        """The share of the fall that is left after the share ``passed`` of the versions."""
         return (1.0 + math.cos(math.pi * passed)) / 2.0
 
 
@@ -101,7 +101,7 @@ class InverseSqrtRate(Schedule):
 
 
 class _Plain(Schedule):
-    """A function that a program defines. Subclasses have its parameters as fields."""
+    """Base for a user's function; a subclass has the function's parameters as fields."""
 
     function: ClassVar[Callable[..., float]]
 

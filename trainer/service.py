@@ -1,9 +1,9 @@
 """The trainer: takes a task and the newest model, trains off the event loop, and answers.
 
 In the pool, any replica serves any device's partition; a trainer that owns devices serves only
-its own. It renews its lease while a task runs. A trainer that loses the lease stops at the next
-batch; a trainer that is told to stop hands the task back. If it dies, the task is redelivered, and
-the first answer counts.
+its own. A trainer renews its lease while a task runs. A trainer that loses the lease stops at the
+next batch; a trainer that is told to stop hands the task back. If a trainer dies, the task is
+redelivered, and the first answer counts.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Trainer:
         run_devices: int | None = None,
     ) -> None:
         """``wire``: format of updates. ``rests``: back-off after given-up tasks; None: at most five
-        seconds. ``run_devices``: ``task.devices``; None: decided by the task.
+        seconds. ``run_devices``: the key ``task.devices``; None: the task decides.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)

@@ -77,7 +77,7 @@ class Iterate:
 
 
 class ParameterGroup(Section):
-    """Arguments of the optimizer for some parameters; the solver's hold where one is left out."""
+    """Arguments of the optimizer for some parameters; those left out are as in the solver."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -266,9 +266,9 @@ class Solver(NamedSettings):
 
 
 def in_lists(parameters: list[dict[str, Any]]) -> dict[str, bool]:
-    """The option by which an optimizer changes all parameters at once, where bits stay equal.
+    """The argument ``foreach``: all parameters change at once if that keeps the same bits.
 
-    In other formats than float32, torch rounds lists of tensors differently.
+    For dtypes other than float32, torch rounds lists of tensors differently.
     """
     import torch
 

@@ -62,7 +62,7 @@ class Workspace(BaseModel):
     """The state of local training between two steps, with the identity of the work.
 
     On the same machine, resumed training gives the same bits as uninterrupted training. The
-    exceptions are what a layout does not carry: non-persistent buffers and float64's extra digits.
+    exceptions are values that a layout lacks: non-persistent buffers and float64's extra digits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -163,6 +163,6 @@ class Start:
 
     @classmethod
     def resumed(cls, saved: Workspace, layout: Layout) -> Start:
-        """The start from a workspace; ``layout``: of its models."""
+        """The start from a workspace; ``layout``: the layout of its models."""
         _, x_tau = saved.models(layout)
         return cls(saved.version, saved.base, x_tau, saved.device_control, saved)

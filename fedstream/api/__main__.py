@@ -1,8 +1,8 @@
 """The process of a run started from Python: `fedstream run` with messages as output.
 
-A separate process, so that a run changes nothing in its caller's: no signal handlers, no umask, no
-event loop, no fork beside the caller's threads. If the caller dies, the run is interrupted as by a
-signal and writes its results.
+This process is separate, so that a run changes nothing in its caller's process: no signal handlers,
+no umask, no event loop, no fork beside the caller's threads. If the caller dies, the run is
+interrupted as by a signal and writes its results.
 
 The request arrives on stdin, since other users can see a command line.
 """

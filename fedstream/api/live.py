@@ -83,7 +83,7 @@ def run(
     ``devices=20`` is the number of devices, ``devices={"latency": {"mean_s": 0.5}}`` is the table
     ``[devices]``. Other tables have a parameter of their name: ``solver={"lr": 0.05}``. Wherever
     the configuration names a strategy, a solver or the like, its class or function may stand, or
-    an object with its keys: ``strategy=Mine(beta=0.9)``. It must be defined in a file or module
+    an object with its keys: ``strategy=Mine(beta=0.9)``. The class must be in a file or module
     other than the program that starts the run, because all processes import it. ``set``
     sets any key: ``set={"strategy.alpha": 0.2}``. Parameters override ``set``, which overrides the
     environment, which overrides the file ``config``.

@@ -38,7 +38,7 @@ def _is_named(value: object) -> TypeGuard[Part]:
 
 
 def _is_part(value: object) -> TypeGuard[NamedSettings]:
-    """Whether a value is represented by its keys: an object of such a class."""
+    """Whether a value is represented by its keys: an object of a plug-in's class."""
     return isinstance(value, NamedSettings)
 
 

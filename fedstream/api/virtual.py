@@ -57,7 +57,7 @@ def simulate(
 
         run = fedstream.simulate("digits", strategy="fedbuff", versions=40)
 
-    Its folder holds the same files except for the picture: the run draws itself where it is shown.
+    The run's folder has the same files but no picture; a notebook draws it when the run is shown.
 
     The parameters are those of :func:`run`, as far as they apply. ``journal=False`` records no
     journal, which is faster; the run then has metrics, but no versions, updates or models.

@@ -338,10 +338,10 @@ def _made(
 def train_config(work: Work, run_config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration for a client, as a ``ServerApp`` would make it.
 
-    The run configuration, and as hints the learning rate as ``lr`` and H as ``local-epochs``,
-    ``local-steps`` or ``local-seconds``. The run configuration takes precedence. Version t is
-    trained in ``server-round`` t + 1, as Flower counts from 1. Keys with a hyphen are repeated with
-    an underscore.
+    This is the run configuration with hints: the learning rate as ``lr``, and H as
+    ``local-epochs``, ``local-steps`` or ``local-seconds``. The run configuration takes precedence.
+    Version t is trained in ``server-round`` t + 1, as Flower counts from 1. Keys with a hyphen are
+    repeated with an underscore.
     """
     solver = work.solver
     hints: dict[str, Any] = {

@@ -99,7 +99,7 @@ def content_of(reply: object, who: str) -> RecordDict:
 
 
 def numbers_of(content: RecordDict) -> dict[str, float]:
-    """All single numbers of a reply by name; the last of several with a name."""
+    """All single numbers of a reply by name; the last one if several have the same name."""
     found: dict[str, float] = {}
     records = (*content.config_records.items(), *content.metric_records.items())
     for name, record in records:

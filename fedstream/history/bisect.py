@@ -82,7 +82,7 @@ class Search:
     ever_good: bool = False
 
     def in_words(self, metric: str, limit: Limit) -> str:
-        """What was found."""
+        """The result in words."""
         if self.crossing is not None:
             said = (
                 f"{metric} went {limit} with version {self.crossing.version}: "
@@ -109,14 +109,15 @@ def search(
 ) -> Search:
     """Find a version whose metric is bad while the version before it is good.
 
-    ``until``: the last version that counts; None: the newest as this begins. ``recorded``: the
-    metric as the run itself measured it, by version.
+    ``until``: the last version that counts; None: the newest when the search begins.
+    ``recorded``: the metric as the run itself measured it, by version.
 
     The search goes forward. It measures the first version, every N-th (``every``; by default chosen
-    for about 50 measurements), the newest, and wherever the run's own measurements went bad, until
-    one is bad after an earlier one was good. Then it measures each version after that last good
-    one, up to the first bad one. So the crossing found is real and the first in its interval; an
-    earlier dip that recovers between two measured versions goes unseen unless ``every`` is 1.
+    for about 50 measurements), the newest, and those around which the run's own measurements went
+    bad, until a version is bad after an earlier one was good. Then it measures each version after
+    the last good one, up to the first bad one. So the crossing found is real and the first in its
+    interval; an earlier dip that recovers between two measured versions goes unseen unless
+    ``every`` is 1.
     Raises JournalError.
     """
     last = newest_version(chain) if until is None else until

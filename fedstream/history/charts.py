@@ -34,7 +34,7 @@ class Window:
         return self.first is not None or self.last is not None
 
     def query(self, *, over_time: bool) -> str:
-        """The range as an address's query, with another axis."""
+        """The query of an address for this range, with time or versions as the axis."""
         asked = {"over": "time" if over_time else None, "from": self.first, "until": self.last}
         known = {name: value for name, value in asked.items() if value is not None}
         return f"?{urlencode(known)}" if known else ""
@@ -87,7 +87,7 @@ class Chart:
         return [self.unit, *at, *(one.label for one in self.series)]
 
     def rows(self, most: int = 50) -> list[list[float | None]]:
-        """The chart's table: about ``most`` evenly chosen rows at most, and the last one."""
+        """The chart's table: at most ``most`` evenly spaced rows, and the last one."""
         step = -(-len(self.x) // most) or 1
         places = sorted({*range(0, len(self.x), step), len(self.x) - 1}) if self.x else []
         return [
@@ -99,7 +99,7 @@ class Chart:
 def over_time(
     charts: Sequence[Chart], unit: str, times: Callable[[Sequence[int]], list[float]]
 ) -> list[Chart]:
-    """The same charts over the times of their versions, where they are over versions."""
+    """The charts, with the times of versions in place of versions on their axes."""
     return [
         replace(chart, unit=unit, x=times(versions), leads=versions) if chart.versions else chart
         for chart in charts
@@ -108,7 +108,7 @@ def over_time(
 
 
 def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
-    """The same charts over seconds since the run's beginning."""
+    """The charts, with seconds since the run's beginning in place of versions."""
     unit = "seconds of the simulation" if run.is_simulated else "seconds since the beginning"
     return over_time(charts, unit, run.times)
 
@@ -123,8 +123,8 @@ def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
 def of_both(run: RecordedRun, other: RecordedRun, window: Window = WHOLE) -> list[Chart]:
     """The metrics that both runs have, and training loss, each as two curves.
 
-    Over time, each run's begins with itself; a point then leads to the newest version that the
-    first run had at that moment.
+    Over time, each run counts from its own beginning; a point then leads to the newest version that
+    the first run had at that moment.
     """
     ours, theirs = ({one.name: one for one in _curves(each, window)} for each in (run, other))
     found = []
@@ -208,7 +208,7 @@ def of_device_rows(rows: RowArray, window: Window = WHOLE) -> list[Chart]:
 def of_points(
     figures: Sequence[tuple[str, str, str, RowArray, RowArray]], window: Window = WHOLE
 ) -> list[Chart]:
-    """A chart of each figure that is known of any update: name, title, label, versions, values."""
+    """A chart of each figure with values; ``figures``: name, title, label, versions, values."""
     found = []
     for name, title, label, versions, values in figures:
         known = np.isfinite(values) & window.within(versions)
@@ -247,14 +247,14 @@ def of_metrics(measured: Sequence[Measurement], names: Sequence[str]) -> list[Ch
 
 
 def _used(run: RecordedRun, window: Window) -> UsedUpdates:
-    """The used updates in a window, as the columns that charts of a run show: rows are long."""
+    """The used updates in a window; only the columns that charts need, as rows are long."""
     rows = run.columns.updates
     inside = run.columns.used & window.within(rows["version"])
     return {name: rows[name][inside] for name in ("version", "loss", "staleness", "weight")}
 
 
 def of_updates(rows: UsedUpdates, *names: Literal["loss", "staleness", "lateness"]) -> list[Chart]:
-    """Charts of used updates, without empty ones: those named, or all."""
+    """The named charts of used updates (default: all), without empty ones."""
     found = {
         "loss": lambda: _of_updates(
             rows, "loss", "Training loss that devices report", "loss, median"
@@ -307,15 +307,15 @@ def _staleness(rows: UsedUpdates) -> Chart | None:
 
 
 def finite(value: float | None) -> float | None:
-    """A value that a chart can show, or None."""
+    """The value if it is finite, so that a chart can show it; else None."""
     return value if value is not None and isfinite(value) else None
 
 
 def thinned(*curves: Sequence[float] | npt.NDArray[np.float64], most: int = POINTS) -> list[int]:
-    """The places to show of curves of one length, ascending: about ``most``, or all if fewer.
+    """The places at which to draw curves of one length, ascending: about ``most``, or all if fewer.
 
-    Of each part of a curve, the least and the greatest value are shown, so a single value that
-    stands out always is; and both ends.
+    These are both ends, and the places of the least and the greatest value in each part of each
+    curve, so that a single value that stands out is always drawn.
     """
     values = np.atleast_2d(np.asarray(curves, np.float64))
     length = values.shape[1]

@@ -1,4 +1,4 @@
-"""Runs beside each other: their numbers, what differs in their configuration, and their curves."""
+"""Runs beside each other: their numbers, their configurations' differences, and their curves."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def compare(
 ) -> Comparison:
     """Compare runs: records or folders.
 
-    ``metric``: by the task's name for it; default: ``accuracy``, or else the first that a run has.
-    ``target``: the value of it that counts as reached; default: the best that every run reached.
-    ``goal``: whether a low or a high value is good; default: as the runs' tasks declare it, or as
-    the metric is well known. Otherwise no value is the best. Raises FedstreamError.
+    ``metric``: its name in the task; default: ``accuracy``, or else the tasks' main metric.
+    ``target``: the metric's value to reach; default: the best that every run reached.
+    ``goal``: whether a low or a high value is good; default: the goal that the tasks declare, or a
+    well-known one. Without a goal, no value is the best. Raises FedstreamError.
     """
     if not runs:
         raise ConfigError("no runs to compare: name at least one")
@@ -51,7 +51,7 @@ def compare(
 
 
 class Comparison:
-    """Runs beside each other, as read when it was made. Shows itself in a notebook."""
+    """Runs beside each other, read when this object is made. Notebooks show tables and curves."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Comparison:
 
         ``strategy``, ``state``, ``versions``, ``updates``, ``seconds`` (virtual ones, or arrivals,
         if ``simulated``), ``updates_per_s`` (missing if simulated), mean ``staleness``, the metric
-        as ``final`` and ``best`` with its ``best_version``, and what it took to reach the target:
+        as ``final`` and ``best`` with its ``best_version``, and the cost of reaching the target:
         ``versions_to_target``, ``updates_to_target``, ``seconds_to_target`` (missing if it was
         not reached).
         """
@@ -131,7 +131,7 @@ class Comparison:
         )
 
     def __repr__(self) -> str:
-        """The table and the differences, for a terminal: few runs are beside each other."""
+        """The table and the differences, for a terminal; a few runs are shown as columns."""
         table = self.columns()
         if len(self.names) <= _BESIDE:
             table = [list(row) for row in zip(*table, strict=True)]
@@ -175,7 +175,7 @@ class Comparison:
         }
 
     def columns(self) -> list[list[str]]:
-        """The table for people, header first: what no run has is left out."""
+        """The table for people, header first, without columns that no run has."""
         names = ["run", *(name for name in self.rows[0] if name != "run")]
         skipped = {"simulated"}
         if len({row["state"] for row in self.rows}) == 1:
@@ -276,14 +276,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _usual(points: Sequence[Sequence[Measurement]], summaries: Sequence[Mapping[str, Any]]) -> str:
-    """The metric to compare unless another is asked for."""
+    """The metric to compare by default."""
     declared = {name: end for numbers in summaries for name, end in numbers["goal"].items()}
     names = {name: None for run in points for one in run for name in one.metrics}
     return main_metric(names, declared) or next(iter(names), "accuracy")
 
 
 def _goals_in(summaries: Sequence[Mapping[str, Any]], metric: str) -> set[Goal]:
-    """What runs say of a metric's goal; older recordings say nothing."""
+    """The goals of a metric that runs declare, or that are well known."""
     found = (goal_of(metric, numbers["goal"]) for numbers in summaries)
     return {goal for goal in found if goal is not None}
 
@@ -293,7 +293,7 @@ def _of(metric: str, points: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys as they are set, with their values: ``strategy.alpha``."""
+    """Yield dotted keys (``strategy.alpha``) with their values."""
     for key, value in tables.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""What each device contributed to a run, recorded or live, and which devices stand out."""
+"""Each device's contribution to a run, recorded or live, and the devices that stand out."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DeviceRow:
 
     @property
     def outliers(self) -> list[str]:
-        """The columns in which it stands out."""
+        """The columns in which the device stands out."""
         return [name for name, score in self.scores.items() if abs(score) > OUTLIER]
 
 
@@ -93,10 +93,10 @@ class DeviceTable:
     def rows(
         self, sort: str = "device", *, most: int | None = None, only: int | None = None
     ) -> list[DeviceRow]:
-        """The devices in an order, at most ``most`` of them, or ``only`` one.
+        """The devices, sorted; at most ``most`` of them, or ``only`` one.
 
         ``sort``: a column, with - before it to descend; devices without a value come last. With an
-        unknown column those come first that stand out in most columns.
+        unknown column, devices that stand out in most columns come first.
         """
         key, descends = sort.removeprefix("-"), sort.startswith("-")
         if only is not None:
@@ -129,8 +129,8 @@ def devices_of(
 ) -> DeviceTable:
     """The devices that ``rows`` of updates name.
 
-    ``shares``: what models say of a device's updates, by device, if that was measured.
-    ``now``: of a live run, the time on the clock of the rows.
+    ``shares``: figures of each device's updates from the models, if these were measured.
+    ``now``: for a live run, the time by the clock of the rows.
     """
     rows = rows[rows["device"] >= 0]
     devices, place = np.unique(rows["device"], return_inverse=True)
@@ -190,7 +190,7 @@ def _of_shares(
 
 
 def _ratio(total: RowArray, of: RowArray) -> FigureArray:
-    """``total / of``; NaN where that is nothing."""
+    """``total / of``; NaN where ``of`` is 0 or less."""
     with np.errstate(invalid="ignore", over="ignore"):
         found: FigureArray = np.divide(total, of, out=np.full(len(of), nan), where=of > 0)
     return found
@@ -229,7 +229,7 @@ def shade_of_score(score: float | None) -> int:
 
 
 def mark_of_score(score: float | None) -> str:
-    """▲ or ▼ for an outlier: what its colour says, for those who don't see it."""
+    """▲ or ▼ for an outlier, so that colour is not the only sign."""
     if score is None or abs(score) <= OUTLIER:
         return ""
     return "▲" if score > 0 else "▼"

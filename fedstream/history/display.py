@@ -30,7 +30,7 @@ class Display(Protocol):
     """Output of a run in progress."""
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """Show what runs, and where."""
+        """Show the header's rows, by name."""
 
     def add(self, name: str, value: str) -> None:
         """Show one more row of the header, which was not known before."""
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def pace(view: Tally, history: History, now: float) -> str:
-    """Rate and time left, or why there is none."""
+    """Rate and time left, or the reason why no version is made."""
     rate = history.rate(now)
     left = view.run.versions - view.head.version
     if view.run.state == "finished" or left <= 0:
@@ -75,7 +75,7 @@ def pace(view: Tally, history: History, now: float) -> str:
 
 
 def _idle_why(view: Tally) -> str:
-    """Why nothing may be going on; '' if it can't be told from here."""
+    """A likely reason why no version is made; '' if none is known."""
     if not view.trainers:
         return "no trainer is there"
     if not view.tasks and not view.triggers and not view.backlog:
@@ -114,7 +114,7 @@ def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
 def failing_rows(
     devices: Mapping[str, Mapping[str, Any]], trainers: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
-    """A row for the devices whose last tasks failed, and one for such trainers."""
+    """A row for the devices, and a row for the trainers, whose last tasks failed."""
     rows = [("failing", failing(devices))] if devices else []
     bad = [
         f"trainer {name} (its last {number(about['failing'])} tasks, of several devices)"

@@ -2,14 +2,14 @@
 
 Reading 100,000 records takes seconds, reading their index a moment. ``journal.index`` holds the
 rows of each segment with the segment's name, size and time of change, so that only segments that
-are new or were written since are read again. It is a cache: whatever is wrong with it, it is made
-anew, and where it can't be written it is made each time.
+are new or were written since are read again. The index is a cache: an unusable one is made anew,
+and where none can be written, the journal is read each time.
 
-The time of change is the file system's (ctime), which nobody can set: the index in a recording that
-came from elsewhere does not fit its files here, and is not used.
+The time of change is the file system's (ctime), which no program can set: an index that was copied
+together with its journal does not match the copied files, and is not used.
 
-The file has a line of its own, the length of what follows as JSON (8 bytes, little-endian), that,
-and the rows.
+The file has a first line that names the format, the length of a JSON header (8 bytes,
+little-endian), the header, and the rows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def columns_of(
 ) -> Columns:
     """The columns of a journal's folder, or of one segment. Raises JournalError.
 
-    ``read`` is told of bytes that were read from the journal. ``keep``: write the index.
+    ``read`` is called with each number of bytes read from the journal. ``keep``: write the index.
     """
     return _columns(*_parts(journal, read, keep=keep))
 
@@ -75,7 +75,7 @@ def columns_of(
 def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) -> None:
     """Add a journal's new records to its index, for later readers.
 
-    ``read`` is told of bytes that were read from the journal. Raises JournalError.
+    ``read`` is called with each number of bytes read from the journal. Raises JournalError.
     """
     _parts(journal, read)
 
@@ -83,7 +83,7 @@ def index(journal: Path, read: Callable[[int], object] = lambda _bytes: None) ->
 def _parts(
     journal: Path, read: Callable[[int], object], *, keep: bool = True
 ) -> tuple[Mapping[Mark, SegmentRows], Reasons]:
-    """The rows of all segments that count, oldest first; they are kept in the index."""
+    """The rows of all segments that count, oldest first. ``keep``: write the index."""
     kept = _load(journal)
     files = marks(journal)
     if kept is not None and kept.files == files:
@@ -124,7 +124,7 @@ def _is_good_enough(kept: _Kept | None, parts: Mapping[Mark, SegmentRows]) -> bo
 
 
 def index_of(journal: Path) -> Path:
-    """Where a journal's index is: beside its folder, in which nothing else may be."""
+    """The path of a journal's index: beside the folder, which may contain only segments."""
     folder = journal.absolute()
     return folder.with_name(f"{folder.name}.index")
 
@@ -141,7 +141,7 @@ def marks(journal: Path) -> tuple[File, ...]:
 
 
 def _mark(segment: Segment, cut: Cut | None, files: Sequence[File]) -> Mark:
-    """Name, size and ctime of a segment before it is read, so that later writes change them."""
+    """A segment's mark, with size and ctime from before reading, so that later writes change it."""
     name = segment.path.name
     size, changed = next(((size, at) for known, size, at in files if known == name), (-1, -1))
     return name, size, changed, -1 if cut is None else cut.at
@@ -183,7 +183,7 @@ def _save(journal: Path, kept: _Kept) -> None:
 
 
 def _load(journal: Path) -> _Kept | None:
-    """Read an index file; None if there is none, or it is not one of this release."""
+    """Read an index file; None if there is none that this release can read."""
     if journal.is_file():
         return None
     try:
@@ -228,10 +228,10 @@ def _files(rows: Sequence[Sequence[Any]]) -> tuple[File, ...]:
 def reading_ahead(journals: Sequence[Path]) -> Iterator[bool]:
     """Index journals during the block, if they are large and have no index; wait at its end.
 
-    Yields whether there is anything to wait for.
+    Yields whether there is indexing to wait for.
     """
     new = [journal for journal in journals if _is_worth_it(journal)]
-    # A fork has this thread alone, and what somebody else's program holds.
+    # A fork has this thread alone, and all resources of a calling program.
     if not new or not process.is_own() or threading.active_count() > 1 or sys.platform != "linux":
         yield False
         return
@@ -265,7 +265,7 @@ def _read(journals: Sequence[Path], above: int) -> NoReturn:
 
 
 def _while(above: int, add: Callable[[int], object]) -> Callable[[int], object]:
-    """``add``, as long as this process belongs to another one."""
+    """A function as ``add``, which ends this process once its parent isn't process ``above``."""
 
     def added(count: int) -> None:
         if os.getppid() != above:

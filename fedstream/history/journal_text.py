@@ -99,7 +99,7 @@ class Filter:
     last: int | None = None
 
     def is_past(self, message: Standing | EntryRecord) -> bool:
-        """Whether nothing from here on in this segment is shown."""
+        """Whether neither this record nor a later one in its segment is shown."""
         return self.last is not None and message.version > self.last
 
     def takes(self, message: Standing | EntryRecord) -> bool:
@@ -120,7 +120,7 @@ def lines(chain: Sequence[Segment], wanted: Filter, *, norms: bool = False) -> I
     """Wanted standings and records, in order.
 
     ``norms``: add each update's norms, for which all models are rebuilt; otherwise no payload is
-    read. Raises JournalError, at the end also for a device without records in what was read.
+    read. Raises JournalError; at the end also if a wanted device has no record.
     """
     missing = set(wanted.devices)
     for segment, cut in cuts(chain):
@@ -156,7 +156,7 @@ def _read(
 
 
 def _norms(move: Move) -> NormPair:
-    """Norms of a record; None without an update, or if the model it was mixed into is unknown."""
+    """An update's norm, and its distance from the model it was mixed into; None: unknown."""
     if move.update is None or not isinstance(move.message, Taken):
         return None, None
     sent = norm(move.update.floats)
@@ -214,7 +214,7 @@ def _table(names: Sequence[str], *, header: bool) -> Table:
 
 
 def _boundary(segment: Segment) -> Iterator[str]:
-    """The heading of a segment; also what the run began with, and the files of its user's rules."""
+    """Yield a segment's heading, the run's initial model, and the digests of user programs."""
     head, said = segment.head, segment.standing
     yield (
         f"{segment.path.name}: epoch {head.epoch}, {said.why} with version {said.version} "
@@ -240,7 +240,7 @@ def _words(value: object) -> str:
 
 
 def _values(entry: EntryRecord, measured: NormPair) -> dict[str, object]:
-    """A record's values by column, but for its time; a control entry has few."""
+    """A record's values by column, without the time; a control entry has few."""
     about: dict[str, object] = {"version": entry.version, "digest": entry.digest}
     if not isinstance(entry, Taken):
         return about | _control(entry)
@@ -264,7 +264,7 @@ def _values(entry: EntryRecord, measured: NormPair) -> dict[str, object]:
 
 
 def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
-    """Cells of a row. Of a task's id only the end is shown: it begins with the time."""
+    """Cells of a row. A task's id begins with the time, so only its end is shown."""
     values = _values(entry, measured)
     found = dict.fromkeys(_WIDTHS, "") | {
         name: number(value) if name in _REALS else str(value)
@@ -326,7 +326,7 @@ def _new(path: Path) -> Iterator[TextIO]:
 def facts(
     segment: Segment, record: Record, message: Standing | EntryRecord, measured: NormPair
 ) -> dict[str, Any]:
-    """Record as plain values; a standing's include its segment's head."""
+    """Record as plain values; those of a standing include its segment's head."""
     about: dict[str, Any] = {
         "kind": message.kind,
         "segment": segment.path.name,
@@ -403,7 +403,7 @@ def _row(device: int, share: DeviceContribution) -> dict[str, float | None]:
 
 
 def show_rows(found: Sequence[Mapping[str, float | None]], by: str) -> None:
-    """Print the devices as a table; the column they are sorted ``by`` is always shown."""
+    """Print the devices as a table, which always has the column ``by`` that sorts them."""
     space = room()
     ends = " " if space is None else "\n"  # a terminal's headers take two lines
     headers = {name: name.replace("_", ends) for name in NAMES}

@@ -40,7 +40,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    """Each run in a few numbers, the newest last. One that can't be read has only an ``error``."""
+    """Each run in a few numbers, the newest last; an unreadable run has an ``error`` instead."""
     rows = [_row(path) for path in runs_in(folder)]
     return sorted(rows, key=lambda row: (row["date"], row["folder"]))
 
@@ -73,7 +73,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _changed(path: Path) -> str:
-    """When the run's oldest file was written, for runs that don't say when they began."""
+    """The time of the run's oldest file, for runs that don't say when they began."""
     try:
         oldest = min(file.stat().st_mtime for file in path.iterdir())
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def _changed(path: Path) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the runs as a table, and below it what is wrong with those that can't be read."""
+    """Print the runs as a table, and below it the errors of runs that can't be read."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in (
         "run",
@@ -125,7 +125,7 @@ def _cells(row: dict[str, Any]) -> list[Text]:
 
 
 def _measured(row: dict[str, Any]) -> list[Text]:
-    """The main metric at the end, with its name unless it is accuracy, and its best."""
+    """The main metric's last value, with its name unless it is accuracy, and its best value."""
     name = "" if row["metric"] in (None, "accuracy") else f"{row['metric']} "
     return [cell(name).append(_metric(row["last"])), _metric(row["best"])]
 
@@ -135,7 +135,7 @@ def _metric(value: float | None) -> Text:
 
 
 def _local(stamp: str) -> str:
-    """A time of a summary in local time, to the minute; as it is if it isn't one."""
+    """A summary's time in local time, to the minute; any other text unchanged."""
     try:
         moment = datetime.fromisoformat(stamp)
     except ValueError:

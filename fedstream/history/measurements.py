@@ -27,7 +27,7 @@ def recall(history: History, journal: Path, table: Path) -> None:
 def fill(
     history: History, columns: Columns, measured: Iterable[Measurement], tasks: Sequence[str]
 ) -> None:
-    """Add versions and measurements to a history. ``tasks``: of the updates, in their order."""
+    """Add versions and measurements to a history. ``tasks``: the updates' task ids, in order."""
     updates: list[list[SeenUpdate]] = [[] for _ in columns.made]
     names = ("device", "staleness", "weight", "loss")
     rows = zip(tasks, *(columns.updates[name].tolist() for name in names), strict=True)
@@ -45,7 +45,7 @@ def fill(
 
 
 class Measurement(NamedTuple):
-    """A measured version, and what it had taken."""
+    """A measured version, with the time and the updates that it took."""
 
     version: int
     seconds: float  # since version 0
@@ -54,9 +54,9 @@ class Measurement(NamedTuple):
 
 
 def measurements(table: Path) -> list[Measurement]:
-    """What metrics.csv says of measured versions; empty without the file.
+    """The measurements in metrics.csv; empty without the file.
 
-    A line that a crash tore is left out. Raises FedstreamError for anything but such a table.
+    A line that a crash tore is left out. Raises FedstreamError if the file is no such table.
     """
     if not table.exists():
         return []
@@ -69,7 +69,10 @@ def measurements(table: Path) -> list[Measurement]:
 
 
 def _measured(rows: Iterator[list[str]]) -> Iterator[Measurement]:
-    """The rows with a test metric. By place: of ten thousand rows, csv.DictReader takes 30 ms."""
+    """The rows with a test metric.
+
+    Cells are read by position: csv.DictReader takes 30 ms for ten thousand rows.
+    """
     places = {name: place for place, name in enumerate(next(rows, []))}
     tests = [(name.removeprefix(_TEST), at) for name, at in places.items() if _is_test(name)]
     updates = 0
@@ -85,7 +88,7 @@ def _measured(rows: Iterator[list[str]]) -> Iterator[Measurement]:
 def device_metrics(table: Path) -> dict[int, dict[str, float]]:
     """Each device's own metrics, from devices.csv; empty without the file.
 
-    Raises FedstreamError for anything but such a table.
+    Raises FedstreamError if the file is no such table.
     """
     if not table.exists():
         return {}

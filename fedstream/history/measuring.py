@@ -71,7 +71,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
 def recorded_values(journal: Path, metric: str) -> dict[int, float]:
     """A metric as the run itself measured it, by version, from the metrics.csv beside its journal.
 
-    Empty without the file. Raises FedstreamError for anything but such a table.
+    Empty without the file. Raises FedstreamError if the file is no such table.
     """
     measured = measurements(journal / METRICS) or measurements(journal.parent / METRICS)
     return {one.version: one.metrics[metric] for one in measured if metric in one.metrics}
@@ -79,7 +79,7 @@ def recorded_values(journal: Path, metric: str) -> dict[int, float]:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Turn whatever a user's program raises into a one-line DataError."""
+    """Turn any error of a user's program into a one-line DataError."""
     try:
         yield
     except FedstreamError:

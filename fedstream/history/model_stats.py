@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGap:
-    """How far a tensor of one version is from another's: Euclidean, and relative to its norm."""
+    """A tensor's distance between two versions: Euclidean, and relative to the first's norm."""
 
     name: str
     distance: float

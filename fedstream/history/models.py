@@ -76,7 +76,7 @@ class JournalModels:
         fit = memory // (models * self.layout.nbytes + _BESIDES)
         self._most = fit if fit > 1 else 0
         versions = chain[-1].standing.version + _SEGMENT - chain[0].standing.version
-        # Some of those that fit are near where somebody looks, at any version.
+        # Some of the copies that fit are near the version at which a reader looks.
         self._stride = max(_STRIDE, -(-versions // max(1, fit * 3 // 4)))
         self._copies: OrderedDict[int, _Copy] = OrderedDict()  # by version, least used first
         self._origin: Model | None = None
@@ -86,9 +86,9 @@ class JournalModels:
         self._room = Model(self.layout)  # for one update at a time
 
     def reopened(self) -> JournalModels:
-        """The journal with newly appended records, and the copies so far; closes this one.
+        """The journal opened anew, with appended records and the copies so far; closes this object.
 
-        Only what was appended may be new. Raises JournalError.
+        The earlier records must be the same. Raises JournalError.
         """
         self.close()
         other = JournalModels(self.journal, memory=self.memory)
@@ -121,7 +121,7 @@ class JournalModels:
         return self._origin
 
     def digest(self, segment: str, offset: int | None) -> str:
-        """The digest of the version that a record made; None: that of a segment's checkpoint.
+        """The digest of a record's version; ``offset`` None: of the segment's checkpoint.
 
         Raises JournalError.
         """
@@ -150,10 +150,10 @@ class JournalModels:
         return move.after.copy()
 
     def walk(self, version: int, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Move]:
-        """The moves from a version on, beginning with the one that made it.
+        """Yield the moves from a version on, beginning with the move that made the version.
 
-        The first has no update. Raises JournalError; NotRecorded where weights are missing;
-        Unwanted once ``is_wanted`` says no.
+        The first move has no update. Raises JournalError; NotRecorded where weights are missing;
+        Unwanted once ``is_wanted()`` is false.
         """
         first = self._nearest(version)
         copy, begun = self._near(version, first, is_wanted), False
@@ -179,7 +179,7 @@ class JournalModels:
     def _moves(
         self, number: int, after: Record | None, rebuild: Rebuild, is_wanted: Callable[[], bool]
     ) -> Iterator[Move]:
-        """A segment's moves, each with its models, all checked."""
+        """Yield a segment's moves, each with its models, all checked."""
         segment, cut = self._chain[number]
         try:
             for move in moves(segment, cut, rebuild=rebuild, after=after):
@@ -210,7 +210,7 @@ class JournalModels:
     def fill(self, version: int, is_wanted: Callable[[], bool], most: int = FILLED) -> None:
         """Add copies throughout the run, first near a version. Raises JournalError, Unwanted.
 
-        Does nothing once that is done, or ``most`` bytes of the journal were read for it.
+        Stops once there are copies of all segments, or ``most`` bytes were read for copies.
         """
         here = self._nearest(version)
         for number in sorted(range(len(self._chain)), key=lambda one: abs(one - here)):
@@ -227,9 +227,9 @@ class JournalModels:
             self._full.add(name)
 
     def _near(self, version: int, number: int, is_wanted: Callable[[], bool]) -> _Copy | None:
-        """A new copy of a version; None if copies can't be used.
+        """A copy of a version; None for a segment's first version, which needs none.
 
-        They can't if they take too much memory, or a record is damaged.
+        None also if copies take too much memory, or a record is damaged.
         """
         found = self._known(version, number)
         begin = self._chain[number][0].standing.version
@@ -255,7 +255,7 @@ class JournalModels:
     def _steps(
         self, number: int, begin: _Copy | None, until: int | None, is_wanted: Callable[[], bool]
     ) -> Iterator[_Copy]:
-        """Go on in a segment from a copy or its checkpoint; yield the copies that are left.
+        """Continue a rebuild in a segment, from a copy or the checkpoint; yield each added copy.
 
         Stops with a copy of version ``until``. Raises JournalError, Unwanted.
         """
@@ -288,6 +288,6 @@ class JournalModels:
         self._copies[version] = _Copy(self._name(number), record, rebuild.copy())
         self._copies.move_to_end(version)
         while len(self._copies) > self._most:
-            passing = (at for at in self._copies if at % self._stride)  # where somebody was once
+            passing = (at for at in self._copies if at % self._stride)  # near versions read once
             del self._copies[next(passing, next(iter(self._copies)))]
         return self._copies[version]

@@ -25,7 +25,7 @@ _RECORD = 2 * PAGE  # bytes in the journal, besides the model's
 
 
 def out_of_space(folder: Path, view: Tally | None) -> bool:
-    """Whether updates wait for space on the disk of the journal's folder, if it is here."""
+    """Whether updates wait for space on the journal's disk; False if that isn't reachable."""
     if view is None or not view.backlog or not folder.is_dir():
         return False
     return disk_usage(folder).free < view.run.layout.nbytes + _RECORD

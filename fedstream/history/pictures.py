@@ -112,9 +112,9 @@ class Medians(NamedTuple):
 
 
 def medians(at: npt.ArrayLike, values: npt.ArrayLike) -> Medians:
-    """The median and the maximum of at most 150 groups of successive values, the finite ones.
+    """The median and the maximum of each of at most 150 groups of successive finite values.
 
-    A median, because single values may be extreme.
+    The median is used because single values may be extreme.
     """
     x, y = np.asarray(at, float), np.asarray(values, float)
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
@@ -127,7 +127,7 @@ def medians(at: npt.ArrayLike, values: npt.ArrayLike) -> Medians:
 
 
 def _median(values: npt.NDArray[np.float64]) -> float:
-    """As numpy's, in a fraction of the time: a picture has hundreds of small groups."""
+    """numpy's median in a fraction of the time: a picture has hundreds of small groups."""
     ordered, half = np.sort(values), len(values) // 2
     return float((ordered[half] + ordered[~half]) / 2)
 
@@ -135,7 +135,7 @@ def _median(values: npt.NDArray[np.float64]) -> float:
 def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
     """Staleness histogram, as (start of each bar, updates in each bar, bar width).
 
-    If the maximum exceeds 40, the last bar collects about the most stale 1 % of the updates.
+    If the maximum exceeds 40, the last bar collects about 1% of the updates, the most stale.
     """
     most, total, seen = max(late), sum(late.values()), 0
     last = most
@@ -313,7 +313,8 @@ def replayed(
 ) -> Figure:
     """A replay by another rule: test accuracies, and the distance between the two models.
 
-    Both are by version; an accuracy is that of the recorded rule, and of the other one.
+    ``accuracies``: by version, the accuracy by the recorded rule and by the other rule.
+    ``distances``: by version.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -349,7 +350,7 @@ def png(figure: Figure) -> bytes:
 
 
 def as_html(rows: Iterable[tuple[str, str]], picture: bytes) -> str:
-    """Rows as a table, and a PNG below it. Any text may be somebody else's: it is escaped."""
+    """Rows as a table, and a PNG below it. All texts are escaped."""
     body = "".join(_row(("th", name), ("td", value)) for name, value in rows)
     return f"<table>{body}</table>{_image(picture)}"
 
@@ -385,8 +386,7 @@ def overlaid(
 ) -> Figure:
     """A metric over versions, updates and time, one curve for each run.
 
-    ``clock`` names the time. ``target`` is drawn as a line. ``goal``: of
-    the metric.
+    ``clock`` names the time. ``target`` is drawn as a line. ``goal``: the metric's goal.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

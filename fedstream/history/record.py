@@ -1,4 +1,4 @@
-"""A run's record: what a run's folder, or a bare journal, tells of it."""
+"""A run's record, read from the run's folder or from a bare journal."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def open_run(
 ) -> RunRecord:
     """Open a run's folder, finished or still going on, or a bare journal.
 
-    It is only read. A run with a strategy of somebody's own makes its models anew by that program,
-    so :meth:`RunRecord.model` and the like raise ConfigError, unless ``trust_recorded_code`` lets
-    it run; and unless ``changed_rules``, also if its source isn't the recorded one. The command
-    line has the same options.
+    The folder is only read. If the run's strategy is a user's program, models are rebuilt by this
+    program: :meth:`RunRecord.model` and the like raise ConfigError unless ``trust_recorded_code``
+    lets the program run. If its source has changed since the recording, they also raise ConfigError
+    unless ``changed_rules`` is set. The command line has the same options.
 
     Raises FedstreamError if there is no run.
     """
@@ -47,8 +47,8 @@ def open_run(
 class RunRecord:
     """A run: its versions, updates and measurements, and any of its models.
 
-    Everything is read from the folder when it is first asked for. Of a run that is still going on,
-    each look shows the newest.
+    Files are read when they are first needed. While the run is still going on, each access shows
+    the run's newest state.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The configuration as tables, from run.toml; of a bare journal, what it says itself."""
+        """The configuration as tables, from run.toml, or as a bare journal records it."""
         file = self.path / CONFIG
         if file.exists():
             try:
@@ -81,7 +81,7 @@ class RunRecord:
 
     @property
     def is_configured(self) -> bool:
-        """Whether the folder has the whole configuration; a bare journal says little of it."""
+        """Whether the folder has the whole configuration; a bare journal records little of it."""
         return (self.path / CONFIG).is_file()
 
     @property
@@ -112,8 +112,8 @@ class RunRecord:
     def summary(self) -> dict[str, Any]:
         """The run in numbers, by the names of summary.json.
 
-        They come from that file if the run has ended and left one, and otherwise from the journal
-        and metrics.csv. Raises FedstreamError if there is neither.
+        The numbers come from that file if the run has ended and left one, and otherwise from the
+        journal and metrics.csv. Raises FedstreamError if there is neither.
         """
         file = self.path / SUMMARY
         state, why = self.stands()
@@ -162,17 +162,17 @@ class RunRecord:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """The same without pandas: version, seconds, updates up to it, and metrics by name."""
+        """The measurements without pandas: version, seconds, total updates, metrics by name."""
         return measurements(self.path / report.METRICS)
 
     def history(self) -> pd.DataFrame:
-        """Each version with what was measured: the columns of :attr:`versions`, then of
+        """Each version with its measurement: the columns of :attr:`versions`, then of
         :attr:`metrics`, which are missing where a version was not measured."""
         return self.versions.join(self.metrics)
 
     @property
     def devices(self) -> pd.DataFrame:
-        """The devices, indexed by number: what each contributed, and how well it is served.
+        """The devices, indexed by number: their contributions, and the model's quality for them.
 
         ``updates`` used, the means of their ``staleness``, ``weight``, training ``loss`` and
         ``norm``, ``refused`` updates; and where ``evaluator.per_device`` asked for it, the last
@@ -197,7 +197,7 @@ class RunRecord:
     def x_tau(self, update: int) -> dict[str, Tensor]:
         """The model that an update was trained from; ``update`` is its number in :attr:`updates`.
 
-        Raises JournalError if the journal does not have it.
+        Raises JournalError if the journal does not have that model.
         """
         with self._allowing():
             return models.x_tau(self.journal, self._place(update))
@@ -206,7 +206,7 @@ class RunRecord:
         """A device's own change x_new - x_tau of the parameters, in float32, by name.
 
         It is the same whether devices send models or deltas. Raises JournalError if the update was
-        refused or recorded without its bytes, or the journal does not have x_tau and needs it.
+        refused or recorded without its bytes, or if x_tau is needed and not in the journal.
         """
         with self._allowing():
             return models.delta(self.journal, self._place(update))
@@ -221,7 +221,7 @@ class RunRecord:
     def picture(self) -> Figure:
         """Accuracy and loss over versions and time, staleness, and updates per device.
 
-        Of a simulation without a journal, only what was measured.
+        For a simulation without a journal, only the main metric.
         """
         if not marks(self.journal):
             measured, goal = self.measurements, self.summary["goal"]
@@ -250,7 +250,7 @@ class RunRecord:
 
     @property
     def clock(self) -> str:
-        """What the run's seconds are, for an axis."""
+        """The label of an axis for the run's time."""
         if not self.is_simulated:
             return "seconds"
         staleness = self.settings.get("simulation", {}).get("staleness") or {}
@@ -265,7 +265,7 @@ class RunRecord:
         return history
 
     def stands(self) -> tuple[str, str]:
-        """State, and why it is that."""
+        """The state, and the reason for it."""
         return stands(self.path, lambda: self.columns()[0].finished)
 
     # files
@@ -299,7 +299,7 @@ class RunRecord:
         return self.head.created == 0.0
 
     def _recorded(self) -> dict[str, Any]:
-        """What the journal says of the configuration."""
+        """The configuration as far as the journal records it."""
         head = self.head
         return {
             "run": {"name": head.run, "versions": head.versions, "seed": head.seed},
@@ -308,7 +308,7 @@ class RunRecord:
         }
 
     def _name_of(self, table: str) -> str:
-        """A table's name. A run.toml that somebody wrote may leave it to the default."""
+        """A table's ``name``; as the journal has it if a hand-written run.toml leaves it out."""
         said = self.settings.get(table)
         if isinstance(said, dict) and "name" in said:
             return str(said["name"])

@@ -43,7 +43,7 @@ class RecordedRun:
     ) -> None:
         """Open a run. Raises FedstreamError if there is no journal.
 
-        ``read``: is told how many bytes of the journal were read. ``metrics``: a table of
+        ``read``: called with each number of bytes read from the journal. ``metrics``: a table of
         measurements that replaces the run's own. ``other``: a run to compare this one with.
         ``is_live``: the pages stand beside the live page. ``measured``: the measurements of a run
         that has no table of them yet.
@@ -204,10 +204,10 @@ class RecordedRun:
         return max(0.0, time - self.models.head.created)
 
     def times(self, versions: Sequence[int]) -> list[float]:
-        """When versions were made, in seconds from the run's beginning; none is before the last.
+        """The times of versions, in seconds from the run's beginning; they never decrease.
 
-        A clock that was set back counts as standing still; of a version that the journal lacks,
-        the time is that of the one before.
+        A clock that was set back counts as standing still. A version that the journal lacks has
+        the time of the version before.
         """
         made = self.columns.made
         rows = np.searchsorted(self.columns.numbers, versions, side="right") - 1
@@ -216,7 +216,7 @@ class RecordedRun:
         return found
 
     def newest_at(self, seconds: Sequence[float]) -> list[int]:
-        """The newest version at each of these times, by :meth:`times`; before all, the oldest."""
+        """The newest version at each of ``seconds`` by :meth:`times`; before all, the oldest."""
         times = np.array(self.times(self.columns.numbers.tolist()))
         rows = np.searchsorted(times, np.array(seconds), side="right") - 1
         found: list[int] = self.columns.numbers[np.maximum(rows, 0)].tolist()

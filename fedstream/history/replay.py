@@ -355,7 +355,7 @@ def show(out: ReplayResult, files: Sequence[Path]) -> None:
 
 
 def in_words(out: ReplayResult) -> list[str]:
-    """What came of it: how good and how far away, and what became of the updates."""
+    """The result in words: metrics, the distance of the models, and the updates' outcomes."""
     lines = [] if out.error is not None else [_result(out)]
     return [*lines, _used(out)] if out.changed else lines
 

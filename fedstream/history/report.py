@@ -40,7 +40,7 @@ MODEL = "model.safetensors"
 BEST = "best.safetensors"
 CURVES = "curves.png"
 
-_LOOK_S = 1.0  # for how long somebody may be looking, which takes a shared lock for a moment
+_LOOK_S = 1.0  # for how long a reader may be looking, which takes a shared lock for a moment
 
 _COLUMNS = (
     "version",
@@ -106,7 +106,7 @@ def beside(folder: Path, what: str, out: Path | None, files: Sequence[str]) -> P
 
 
 def taken(out: Path) -> str | None:
-    """A file in the folder that shows that it holds a run already; None if it doesn't."""
+    """The name of a file by which the folder already holds a run; None if there is none."""
     with usable(out):
         return next((name for name in (CONFIG, SUMMARY, FOLDER) if (out / name).exists()), None)
 
@@ -210,7 +210,7 @@ def stamp(seconds: float) -> str:
 
 
 class Table:
-    """metrics.csv: a row for each version, with what was measured of it.
+    """metrics.csv: a row for each version, with its measurement.
 
     While a run goes on, rows are appended up to each measured version; a crash may tear the last
     one. ``seconds`` count from ``created``. If a version consists of several updates (rounds), its
@@ -225,7 +225,7 @@ class Table:
         self._total = 0  # updates up to it
 
     def follow(self, history: History) -> None:
-        """Append what is missing up to the version measured last. Raises OSError."""
+        """Append the missing rows, up to the version measured last. Raises OSError."""
         if history.measured is None or history.measured[0] not in history.versions:
             return
         measured, metrics = history.measured
@@ -322,7 +322,7 @@ def write_devices(out: Path, found: Mapping[int, Mapping[str, float]]) -> None:
 
 
 def column(metric: str) -> str:
-    """The column of a test metric: ``loss`` is the training's."""
+    """The column of a test metric; the column ``loss`` is the training loss."""
     return metric if metric == "accuracy" else f"test_{metric}"
 
 
@@ -352,8 +352,8 @@ def write_best(
 ) -> bool:
     """Write best.safetensors, the best version by a metric, made again from the journal.
 
-    ``numbers``: the summary. ``metric``: None for the main one. False if no version was best, or
-    the journal lacks the weights.
+    ``numbers``: the summary. ``metric``: None for the main one. Returns False if no version was
+    best, or the journal lacks the weights.
     """
     metric = metric or main_metric(numbers["metrics"], numbers["goal"])
     best = numbers["best"].get(metric)
@@ -377,7 +377,7 @@ def write_best(
 def occupied(out: Path) -> Iterator[None]:
     """Occupy an existing folder for the block. Raises FedstreamError if another process does.
 
-    A file system without locks changes nothing: nobody will see that the run is going on.
+    On a file system without locks, other processes can't see that the run is going on.
     """
     folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

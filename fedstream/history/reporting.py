@@ -22,7 +22,7 @@ FILES = (SUMMARY, report.METRICS, report.CURVES)
 
 @dataclass
 class Report:
-    """What was written, and what could not be measured."""
+    """The summary, the files written, and notes on missing measurements."""
 
     numbers: dict[str, Any]
     files: list[Path]

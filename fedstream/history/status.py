@@ -83,7 +83,7 @@ class _Answer(BaseModel):
 
 
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
-    """Read from Redis what a coordinator's HTTP status returns. Raises NoRun."""
+    """Read the status from Redis, as a coordinator returns it over HTTP. Raises NoRun."""
     ledger = OperatorLedger(client, keys, "status")
     view = await ledger.tally(inboxes=True)
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
@@ -205,7 +205,7 @@ def _model(about: Mapping[str, Any]) -> str:
 
 
 def _encoded(about: Mapping[str, Any]) -> str:
-    """What wire formats saved; '' if no update came in one."""
+    """The savings by wire formats; '' if no update was encoded."""
     found = about.get("encoded")
     if not found or not found["updates"]:
         return ""

@@ -43,7 +43,7 @@ class _Failing(BaseModel):
 
 
 class _Numbers(BaseModel):
-    """What is read of summary.json; somebody else may have written it."""
+    """The fields read of summary.json, validated as another program may have written the file."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -78,7 +78,7 @@ class _Numbers(BaseModel):
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """The numbers in summary.json. Raises FedstreamError if it is not one."""
+    """The numbers in summary.json. Raises FedstreamError if the file is no summary."""
     try:
         found = _Numbers.model_validate_json(read_regular(path))
     except ValidationError as error:
@@ -118,9 +118,9 @@ def _bests(measured: Sequence[Measurement], goals: Goals) -> dict[str, dict[str,
 def summary(
     head: SegmentHead, columns: Columns, history: History, state: str, why: str
 ) -> dict[str, Any]:
-    """The run in numbers, by the names of summary.json. ``history``: of these columns.
+    """The run in numbers, by the names of summary.json. ``history``: made of ``columns``.
 
-    ``tasks`` are those in the journal; what coordinators ended (given up, dead) is not recorded.
+    ``tasks`` are those in the journal, which lacks tasks that coordinators ended (given up, dead).
     """
     made, updates = columns.made, columns.updates
     first, last = (max(0.0, float(made["time"][at]) - head.created) for at in (0, -1))
@@ -187,10 +187,10 @@ def _versions(numbers: Mapping[str, Any]) -> str:
 
 
 def stands(path: Path, finished: Callable[[], str | None]) -> tuple[str, str]:
-    """The state of a run's folder or journal, and why it is that.
+    """The state of a run's folder or journal, and the reason for it.
 
-    ``finished``: tells why its journal says that the run is over, None if it does not; it is only
-    asked if the folder doesn't say.
+    ``finished``: returns the reason for the run's end by its journal, or None; called only if the
+    folder doesn't show the state.
     """
     config, numbers = path / CONFIG, path / SUMMARY
     if path.is_dir() and report.is_occupied(path):

@@ -4,8 +4,8 @@ Reports, comparisons, pages and data frames take their figures from these rows; 
 rows of the same columns. No payload is read. Texts that few ask for (tasks, trainers, digests) stay
 in the journal: a row knows where its record is, and :func:`texts` reads them all.
 
-Messages of one shape are read at once. A segment in which anything is not as it should be is read
-record by record, which tells what is wrong, and where.
+Messages of one shape are read at once. A segment with an irregular record is read record by record,
+to find the damage.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def update_row(
     waited: float = nan,
     offset: int = NONE,
 ) -> tuple[Any, ...]:
-    """A row of UPDATE. What is not known is NONE or NaN."""
+    """A row of UPDATE. Unknown values are NONE or NaN."""
     return (
         whole(version),
         time,
@@ -122,12 +122,12 @@ def update_row(
 
 
 def whole(number: int | None) -> int:
-    """A count as it fits a column; a foreign message may hold any."""
+    """A count for a column, limited because a foreign message may hold any number; None: NONE."""
     return NONE if number is None else min(number, HIGHEST)
 
 
 def or_nan(value: float | None) -> float:
-    """A number as it fits a column: NaN if it is not known."""
+    """A number for a column; None: NaN."""
     return nan if value is None else value
 
 
@@ -156,7 +156,10 @@ class Reasons:
 
 @dataclass(frozen=True)
 class SegmentRows:
-    """One segment's rows. ``segment`` is not set in them, and ``end`` counts from its first."""
+    """One segment's rows, with ``segment`` not yet set.
+
+    ``end`` counts from the segment's first update.
+    """
 
     made: RowArray
     updates: RowArray
@@ -229,7 +232,7 @@ class Columns:
         return np.bincount(self.makers[self.makers != NONE], minlength=len(self.made))
 
     def total(self) -> npt.NDArray[np.int64]:
-        """How many updates were used up to each version, with those that are no longer kept."""
+        """The number of used updates up to each version, including updates no longer kept."""
         found = np.cumsum(self.count())
         for row in np.flatnonzero(self.made["begins"]).tolist():
             found[row:] += max(0, int(self.made["before"][row]) - int(found[row]))
@@ -273,10 +276,9 @@ class Columns:
         return self.segments[int(row["segment"])], int(row["offset"])
 
     def since_previous(self, version: int) -> tuple[int, int]:
-        """The numbers of the updates that were decided after the version before this one.
+        """The range of the updates decided after the version before: the first, and the end.
 
-        From the first to just after the last; they are the used ones in it and those refused
-        meanwhile. Raises KeyError.
+        These are the updates used in the version, and those refused meanwhile. Raises KeyError.
         """
         place = self._place(version)
         end = int(self.made["end"][place])
@@ -299,7 +301,7 @@ class Columns:
         )
 
     def nearest(self, version: int) -> int:
-        """The version that the journal has, nearest to a number."""
+        """The version in the journal that is nearest to a number."""
         place = int(np.searchsorted(self.numbers, version))
         around = self.numbers[max(0, place - 1) : place + 1]
         return int(min(around, key=lambda one: abs(int(one) - version)))
@@ -323,7 +325,7 @@ def joined(
 
 
 def _numbered(parts: Sequence[RowArray], of: Any, lengths: Sequence[int] = ()) -> RowArray:
-    """Parts joined, with the numbers of their segments, and their ends counted from the first."""
+    """The parts joined: ``segment`` is set, and ``end`` counts from the journal's first update."""
     rows = np.concatenate([np.empty(0, of), *parts])
     rows["segment"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     if lengths:
@@ -342,7 +344,7 @@ def different(values: RowArray) -> RowArray:
 
 
 def each(rows: RowArray) -> Iterator[Any]:
-    """RowArray one by one, with their fields as Python's numbers."""
+    """Yield each row as a dict by field, with its values as Python's numbers."""
     names = rows.dtype.names or ()
     for values in rows.tolist():
         yield dict(zip(names, values, strict=True))
@@ -377,7 +379,7 @@ def rows_of(
     first: bool,
     read: Callable[[int], object] = lambda _bytes: None,
 ) -> SegmentRows:
-    """Read a segment. ``first``: the journal begins with it. ``read`` is told of bytes passed.
+    """Read a segment. ``first``: the journal begins with it. ``read``: called with byte counts.
 
     A damaged record ends the part. Raises JournalError if the file can't be read.
     """

@@ -72,7 +72,7 @@ def updates(columns: Columns, head: SegmentHead, texts: Texts) -> pd.DataFrame:
 
 
 def _times(times: RowArray, head: SegmentHead) -> dict[str, Any]:
-    """Seconds since 1970 as dates, of which a simulation has none, and as seconds of the run."""
+    """Times as dates, which a simulation lacks, and as seconds since the run's beginning."""
     dates = times if head.created else times * float("nan")
     return {
         "time": _pandas().to_datetime(dates, unit="s", utc=True),
@@ -96,7 +96,7 @@ def _by_name(found: Mapping[int, Mapping[str, float]], index: str) -> pd.DataFra
 
 
 def plain(rows: Sequence[Mapping[str, object]], *, index: str) -> pd.DataFrame:
-    """Rows by name as they are."""
+    """A frame of rows that need no conversion. ``index``: the column with their numbers."""
     frame: pd.DataFrame = _pandas().DataFrame.from_records(rows, index=index)
     return frame
 

@@ -46,7 +46,7 @@ def x_tau(journal: Path, at: tuple[str, int]) -> dict[str, Tensor]:
 def delta(journal: Path, at: tuple[str, int]) -> dict[str, Tensor]:
     """x_new - x_tau of an update's parameters, in float32. Raises JournalError.
 
-    What a device sent as a delta is taken as it is; from a model, x_tau is subtracted.
+    A delta is returned as sent; x_tau is subtracted from a model.
     """
     import torch
 
@@ -59,7 +59,7 @@ def delta(journal: Path, at: tuple[str, int]) -> dict[str, Tensor]:
 
 
 def _sent(journal: Path, at: tuple[str, int], *, payload: bool) -> tuple[Taken, Layout, Model]:
-    """An update's record, the model's layout, and what the device sent, if asked for."""
+    """An update's record, the model's layout, and the sent model or delta, if asked for."""
     with opened(journal) as chain:
         name, offset = at
         segment = next(one for one in chain if one.path.name == name)
@@ -86,7 +86,7 @@ def _base(journal: Path, entry: Taken) -> Model:
         model, digest = model_at(chain, entry.upload.tau)
     if digest != entry.upload.base:
         raise NotRecorded(
-            f"{journal}: task {entry.upload.task} was trained from a version {entry.upload.tau} "
-            "that is not the journal's"
+            f"{journal}: its version {entry.upload.tau} is not the model from which task "
+            f"{entry.upload.task} was trained"
         )
     return model

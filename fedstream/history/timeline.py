@@ -1,4 +1,4 @@
-"""What is known of a run: its versions, measurements and events. Pure: no clock, no I/O."""
+"""The known facts of a run: its versions, measurements and events. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KINDS_KEPT = 20  # kinds of errors per site; bounded, because sites choose the 
 def is_stalled(idle_s: float, usual_s: float, *, first: bool) -> bool:
     """Whether a run without a version for ``idle_s`` stands still.
 
-    ``usual_s``: between versions, so far; ``first``: there was none but the initial one.
+    ``usual_s``: the usual time between versions; ``first``: only the initial version exists.
     """
     return idle_s > (FIRST_S if first else max(STALLED_S, 10 * usual_s))
 
@@ -177,9 +177,9 @@ class History:
         return [name for name, ever in self._ever_finite.items() if not ever]
 
     def notices(self, *, journal: bool) -> Iterator[tuple[str, str]]:
-        """What the user should know of the measurements by now: a key and a line each.
+        """Yield notices about the measurements so far: a key and a line each.
 
-        ``journal``: the run has one, so that its versions can be searched.
+        ``journal``: whether the run has a journal, so that its versions can be searched.
         """
         version, metrics = self.measured or (0, {})
         for name, value in metrics.items():

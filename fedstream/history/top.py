@@ -191,7 +191,7 @@ def _line(event: Event) -> str:
 
 
 async def watch(client: Client, keys: Keys, journal: Path | None = None, *, once: bool) -> None:
-    """Show the run until `q` or Ctrl-C, or until its Redis ends with it.
+    """Show the run until `q` or Ctrl-C, or until the run and its own Redis end.
 
     ``journal``: the folder of its journal, which need not be on this machine.
 
@@ -217,7 +217,7 @@ async def _watched(
     leave: asyncio.Event,
     journal: Path | None = None,
 ) -> RenderableType:
-    """Show the run until ``leave`` is set, or it is finished and its Redis gone.
+    """Show the run until ``leave`` is set, or the run is finished and its Redis gone.
 
     Returns the last frame.
     """

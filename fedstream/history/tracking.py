@@ -22,7 +22,7 @@ _BATCH = 1000  # points
 
 @dataclass(frozen=True)
 class Tracked:
-    """What was written to a tracker."""
+    """The numbers of points that were written to a tracker."""
 
     sink: str
     versions: int
@@ -32,10 +32,10 @@ class Tracked:
 
 
 def sinks_of(run: RunRecord, kinds: Sequence[str], *, trusted: bool) -> list[Named]:
-    """The trackers of these kinds, with the run's own options; without kinds, all that it had.
+    """The trackers of these kinds, with the run's own options; default: all trackers of the run.
 
-    ``trusted``: the run's file may name programs of its own. Raises ConfigError; also if there is
-    no tracker.
+    ``trusted``: load programs that the run's file names. Raises ConfigError, also if there is no
+    tracker.
     """
     file = run.path / CONFIG
     if kinds:
@@ -62,7 +62,7 @@ def sinks_of(run: RunRecord, kinds: Sequence[str], *, trusted: bool) -> list[Nam
 
 
 def track(run: RunRecord, one: Named) -> Tracked:
-    """Write what the tracker lacks of a run. Raises FedstreamError."""
+    """Write the part of a run that the tracker lacks. Raises FedstreamError."""
     state = run.stands()[0]
     if state == "running":
         raise FedstreamError(f"{run.path}: the run goes on: track it when it is over")
@@ -87,7 +87,7 @@ def track(run: RunRecord, one: Named) -> Tracked:
 
 @contextmanager
 def _open(sink: Sink, name: str) -> Iterator[None]:
-    """Close the tracker afterwards, and turn whatever it raises into TrackerFailed."""
+    """Close the tracker after the block; turn the tracker's errors into TrackerFailed."""
     try:
         yield
         sink.close()
@@ -106,12 +106,12 @@ def _about(run: RunRecord) -> TrackedRun:
 
 
 def _began(run: RunRecord) -> float:
-    """When the run began, in seconds since 1970: a simulation's own clock begins at zero."""
+    """When the run began, in seconds since 1970, also for a simulation, whose clock begins at 0."""
     return run.head.time if run.is_simulated else run.head.created
 
 
 def _points(run: RunRecord) -> Iterator[TrackedPoint]:
-    """What the sinks write while a run goes on, but for the counts of tasks."""
+    """Yield the points that sinks write during a run, without the counts of tasks."""
     seen, offset = run.seen(), _began(run) if run.is_simulated else 0.0
     for number, made in sorted(seen.versions.items()):
         time = offset + made.time

@@ -1,4 +1,4 @@
-"""The journal: a record on disk of what the updater did, in order. Nothing here imports Redis.
+"""The journal: a record on disk of the updater's work, in order. Nothing here imports Redis.
 
 A journal is a folder of segments. Only the epoch that made a segment ever writes to it. A segment
 appears complete (it is written aside and linked into place), and begins with
@@ -8,9 +8,9 @@ appears complete (it is written aside and linked into place), and begins with
 
 followed by a record for every queue entry. So a standing is a checkpoint: recovery follows only the
 newest segment (older ones are read only for devices' vectors that did not change), and the oldest
-segments can be deleted when there are too many. Each record holds the checksum of the one before
-it, and each head that of its predecessor's last record that counts: from version 0 on, they form
-one SHA-256 chain.
+segments can be deleted when there are too many. Each record holds the checksum of the record
+before, and each head that of its predecessor's last record that counts: from version 0 on, they
+form one SHA-256 chain.
 
 A writer that was paused past its lease and then continues writes into its own segment, after the
 cut that its successor recorded: that part is never read, and none of it was committed (``claims``).

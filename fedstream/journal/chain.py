@@ -113,7 +113,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def counted_bytes(chain: Sequence[Segment]) -> int:
-    """The number of the journal's counted bytes."""
+    """The bytes that count: of each segment, those up to its successor's cut."""
     return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
 
 

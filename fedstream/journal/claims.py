@@ -1,7 +1,7 @@
 """Claims to a journal: files that decide which updater may continue it.
 
-Redis names the leader, but may forget it: it is emptied, falls back or is split. The folder does
-not forget. So
+Redis names the leader, but may forget the leader when Redis is emptied, falls back or is split. The
+folder does not forget. So
 
     a successor writes its claim to disk before it reads what its predecessors wrote;
     a leader writes a record, then looks for a newer claim, and only then commits.

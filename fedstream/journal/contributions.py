@@ -91,12 +91,12 @@ def stats(
     read: Read = lambda _bytes: None,
     until: int | None = None,
 ) -> dict[int, DeviceContribution]:
-    """Each device's contribution, by device. ``until``: only in versions up to this one.
+    """Each device's contribution, by device. ``until``: the last version that counts.
 
     ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
-    after the one that contains the update; it leaves out updates followed by fewer versions. At
-    most 65,536 evenly spaced parameters represent a large model, which bounds the memory for the
-    directions of ``ahead`` versions; in addition, there are seven numbers per update.
+    after the update's version, and leaves out updates that fewer versions follow. At most 65,536
+    evenly spaced parameters represent a large model, which bounds the memory for the directions of
+    ``ahead`` versions; in addition, there are seven numbers per update.
     """
     shares: dict[int, DeviceContribution] = {}
     courses: deque[_Direction] = deque()

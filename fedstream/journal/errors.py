@@ -24,7 +24,7 @@ class JournalFull(JournalError):
 
 
 class Diverged(JournalError):
-    """Rebuilding from the journal gives another result than the one recorded."""
+    """Rebuilding from the journal gives another result than the recorded one."""
 
 
 class NotRecorded(JournalError):
@@ -32,4 +32,4 @@ class NotRecorded(JournalError):
 
 
 class RuleChanged(ConfigError):
-    """The source of a strategy or staleness function is not the one that was recorded."""
+    """The source of a strategy or staleness function is not the recorded source."""

@@ -67,7 +67,7 @@ class Norms:
     samples: tuple[int, ...] = ()
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
-        """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
+        """Whether these sizes are usual for ``x``; also returns the sizes, capped at the limits."""
         own = ((x.parameters,), (x.buffers,), (x.controls, x.parameters))
         limits = [
             self._limit(n, size, factor, vectors)

@@ -439,7 +439,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
 
 
 def _ends(segment: Segment) -> Iterator[End]:
-    """The recent ends of tasks, from the standing. Raises JournalDamaged."""
+    """The recent ends of tasks in the segment's standing. Raises JournalDamaged."""
     names = [one.name for one in fields(End)]
     for row in segment.done():
         try:

@@ -135,7 +135,7 @@ class Recorder:
         )
 
     def says(self, need: str) -> bool:
-        """Whether the segment's head declares the need to its readers."""
+        """Whether the segment's head declares this need of its readers."""
         return self.head is not None and need in self.head.needs
 
     async def newest_epoch(self) -> int:
@@ -213,9 +213,9 @@ class Recorder:
         return left
 
     def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
-        """The devices whose vectors a new segment must contain: changed ones, and lost ones.
+        """The devices with changed vectors, and with lost ones; a new segment must have both.
 
-        Lost: their segment is about to be deleted, or an operator has deleted it.
+        A vector is lost if its segment is about to be deleted, or was deleted by an operator.
         """
         if vectors is None:
             self.stored = {}
@@ -229,9 +229,10 @@ class Recorder:
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 
-        For None, the previous record's position. On a full disk, fewer positions than records are
-        returned; the remaining records were not added. Added records stay, as a successor may have
-        read them. Raises JournalFull if not even the first fits.
+        For a None in ``records``, nothing is appended and the position before is returned. On a
+        full disk, fewer positions than records are returned; the remaining records were not added.
+        Added records stay, as a successor may have read them. Raises JournalFull if not even the
+        first fits.
         """
         writer, claim = self._writer, self._claim
         if writer is None or claim is None:

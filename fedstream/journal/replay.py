@@ -62,7 +62,7 @@ class Moment:
 
     @property
     def version(self) -> int:
-        """The newest version afterwards, by the replayed rule's own count."""
+        """The newest version after the record, by the replayed rule's own count."""
         return self.step.after.state.version
 
     @property
@@ -94,16 +94,15 @@ class Replayer:
     ``strategy``: another rule, or a function that makes one from the parameters in a segment's
     head. ``without``: devices whose updates are left out. Both apply from ``from_version`` on; up
     to there the run is as recorded. ``beside``: replay the recorded rule too, as
-    ``Moment.original``. ``from_version``: only yield what came after this version. ``until``: the
-    version to stop at. Both are the journal's versions. ``bases``: have every ``Moment.base``.
-    ``check_updates``: check the digest of every update. A flipped bit that rounding hides in the
-    versions is found by nothing else.
+    ``Moment.original``. ``from_version``: only yield moments after this version. ``until``: the
+    version to stop at. Both are the journal's versions. ``bases``: set every ``Moment.base``.
+    ``check_updates``: check the digest of every update. No other check finds a flipped bit that
+    rounding hides in the versions.
 
     Holds at most three models (four, if updates are encoded) and the strategy's memory, and 8 MB
-    read ahead if models are small;
-    ``beside`` takes two more models and the other rule's memory. ``bases``, or a rule that takes
-    what the devices did not send, takes as many models as devices trained at the same time, and
-    replays the recorded rule too.
+    read ahead if models are small; ``beside`` takes two more models and the other rule's memory.
+    ``bases``, or a rule that takes models where the devices sent deltas or the reverse, takes as
+    many models as devices trained at the same time, and replays the recorded rule too.
     """
 
     def __init__(

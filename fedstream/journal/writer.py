@@ -47,8 +47,8 @@ class Writer:
     ) -> None:
         """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
 
-        ``vectors``: includes the vectors of the standing's devices ``here``. ``cached``: write
-        through the system's cache.
+        ``vectors``: those of the devices in the standing's field ``here`` are written too.
+        ``cached``: write through the system's cache.
         """
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
@@ -188,7 +188,7 @@ def translated(path: Path, error: OSError) -> JournalError:
 def _named(aside: Path, path: Path) -> None:
     """Move ``aside`` to ``path``. Raises FileExistsError if there is a file.
 
-    By a link, because a rename would replace another updater's file.
+    This makes a link, because a rename would replace another updater's file.
     """
     try:
         os.link(aside, path)

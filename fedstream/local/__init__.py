@@ -1,1 +1,1 @@
-"""`fedstream run`: every service as a process on this machine, and what a run leaves."""
+"""`fedstream run`: every service as a process on this machine, and a run's files."""

@@ -10,9 +10,9 @@ All messages are JSON:
     {"signal": 15, "pid": 123}
         not answered; without effect once the process has ended
 
-It computes nothing, and its only threads are OpenBLAS's, which numpy starts and which are made anew
-after a fork. So a forked service is as good as a new interpreter. The server ends with its socket,
-and the services end with the server (:mod:`fedstream.runtime.process`).
+The server computes nothing, and its only threads are OpenBLAS's, which numpy starts and which are
+made anew after a fork. So a forked service is as good as a new interpreter. The server ends with
+its socket, and the services end with the server (:mod:`fedstream.runtime.process`).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ForkedServer:
         os.kill(self._pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait for its end, once."""
+        """Wait for the process's end, once."""
         os.waitpid(self._pid, 0)
 
 

@@ -29,14 +29,14 @@ class ServiceProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """The process's id."""
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it is alive."""
+        """The process's exit code, negative for a signal; None while the process is alive."""
 
     async def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for the process's end; returns the exit code."""
 
     def terminate(self) -> None:
         """Send SIGTERM. May raise ProcessLookupError."""
@@ -86,11 +86,11 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code; None while it is alive."""
+        """The service's exit code; None while the service is alive."""
         return self.code.result() if self.code.done() else None
 
     async def wait(self) -> int:
-        """Wait for its end."""
+        """Wait for the service's end."""
         return await asyncio.shield(self.code)
 
     def terminate(self) -> None:

@@ -60,8 +60,8 @@ def check_folder(request: RunRequest) -> None:
 def resumed(request: RunRequest) -> RunRequest:
     """The request with the resumed run's number of versions.
 
-    It is the journal's, unless a higher number was configured. Raises JournalError if there is no
-    journal, or if its run is finished and not extended.
+    The journal's number counts, unless a higher one was configured. Raises JournalError if there is
+    no journal, or if its run is finished and not extended.
     """
     folder, run = Path(request.settings.journal.dir), request.settings.run
     chain = segments(folder)
@@ -86,7 +86,7 @@ def resumed(request: RunRequest) -> RunRequest:
 
 
 def reserve_port(request: RunRequest) -> HeldPort:
-    """Reserve the coordinator's port before it starts, so that it keeps it across restarts."""
+    """Reserve the coordinator's port, so that the coordinator keeps it across restarts."""
     http = request.settings.http
     wanted = http.port if request.port is None else request.port
     try:

@@ -95,7 +95,7 @@ class RedisServer:
     def __init__(
         self, binary: Path | None = None, *, maxmemory: int = 0, stops_within_s: float = 5.0
     ) -> None:
-        """``stops_within_s``: then it is killed."""
+        """``stops_within_s``: seconds until a server that doesn't stop is killed."""
         self._binary = binary
         self._maxmemory = maxmemory  # bytes; 0: no limit
         self._stops_within_s = stops_within_s
@@ -105,7 +105,7 @@ class RedisServer:
 
     @property
     def socket(self) -> Path:
-        """Path of its socket, once started."""
+        """Path of the server's socket, once started."""
         assert self._dir is not None  # noqa: S101
         return Path(self._dir.name) / _SOCKET
 
@@ -116,12 +116,12 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 before it is started and after it is stopped."""
+        """Process id; 0 before the start and after the stop."""
         return self._process.pid if self._process else 0
 
     @property
     def is_running(self) -> bool:
-        """Whether its process runs.
+        """Whether the server's process runs.
 
         The process is not reaped here: a signal's handler that kills it meanwhile would block.
         """
@@ -135,7 +135,7 @@ class RedisServer:
     def start(self) -> None:
         """Start the server and wait until it answers (about 50 ms). Raises FedstreamError.
 
-        On Linux, it is killed when the calling thread ends.
+        On Linux, the server is killed when the calling thread ends.
         """
         binary = self._binary or find_server()
         self._password = secrets.token_urlsafe(32)
@@ -172,7 +172,7 @@ class RedisServer:
         return process
 
     def _configuration(self, folder: Path) -> bytes:
-        """Configuration file for it, as bytes."""
+        """The server's configuration file, as bytes."""
         lines = {
             "port": "0",
             "unixsocket": _quoted(self.socket),
@@ -187,7 +187,7 @@ class RedisServer:
         return os.fsencode("".join(f"{name} {value}\n" for name, value in lines.items()))
 
     def _answers(self) -> bool:
-        """Wait until it answers; returns whether it did in time."""
+        """Wait until the server answers; returns whether it did in time."""
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while self._process and self._process.poll() is None and time.monotonic() < until:
             try:
@@ -203,7 +203,7 @@ class RedisServer:
         return False
 
     def stop(self) -> None:
-        """Stop it with SIGTERM, or SIGKILL if that takes too long."""
+        """Stop the server with SIGTERM, or SIGKILL if that takes too long."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -211,7 +211,7 @@ class RedisServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it at once, as a crash would."""
+        """Kill the server at once, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

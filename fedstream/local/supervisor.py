@@ -131,8 +131,8 @@ class Restarts:
     def died(self, lived_s: float, *, worked: bool = False) -> float | None:
         """Seconds to wait before the next start; None if it died too often in a row.
 
-        ``worked``: the process had begun to work, so a task may have killed it, which goes to
-        `dead` after some attempts.
+        ``worked``: the process had begun to work. Its death doesn't count then, as a task may have
+        killed it, and such a task goes to `dead` after some attempts.
         """
         if worked or lived_s >= _STEADY_S:
             self._in_a_row = 0
@@ -215,7 +215,7 @@ class Child:
             await self._keeper
 
     def kill(self) -> None:
-        """Kill it at once."""
+        """Kill the process at once."""
         self._stopping.set()
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
@@ -342,12 +342,12 @@ class Supervisor:
         return {child.program.name: child.restarts for child in self.children}
 
     def start(self) -> None:
-        """Start all of them; they wait for one another by themselves."""
+        """Start all processes; services wait for one another by themselves."""
         for child in self.children:
             child.start()
 
     def add(self, programs: Sequence[Program]) -> None:
-        """Start some more."""
+        """Start more programs."""
         added = [self._child(program) for program in programs]
         self.children += added
         for child in added:
@@ -357,7 +357,7 @@ class Supervisor:
         return Child(program, self._logs / f"{program.name}.log", self)
 
     async def stop(self) -> None:
-        """Stop all of them, role by role, even if some fail; errors are raised at the end."""
+        """Stop all processes, role by role, even if some fail; errors are raised at the end."""
         wrong: list[BaseException] = []
         for role in STOP_ORDER:
             stopping = [child for child in self.children if child.program.role == role]
@@ -371,7 +371,7 @@ class Supervisor:
             raise BaseExceptionGroup("services whose supervision failed", wrong)
 
     def kill(self) -> None:
-        """Kill all of them at once."""
+        """Kill all processes at once."""
         for child in self.children:
             child.kill()
 

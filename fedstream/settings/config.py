@@ -135,7 +135,7 @@ class Settings(Section):
         return self
 
     def _check_solvers(self) -> None:
-        """Check that the strategy accepts what the devices' solvers send."""
+        """Check that the strategy accepts the answers of the devices' solvers."""
         rule, others = self.strategy, Solvers(self.solver, self.solvers).others
         whose = {"": self.solver} | {f" of device {d}": other for d, other in others.items()}
         for of, solver in whose.items():
@@ -202,7 +202,7 @@ class Settings(Section):
         return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
     def with_absolute_paths(self) -> Settings:
-        """The same settings for any working directory, with absolute paths of read files."""
+        """The same settings with absolute paths of read files, for any working directory."""
         task = _absolute(self.task, "data_root")
         file, _, attribute = task.name.rpartition(":")
         if file.endswith(".py"):

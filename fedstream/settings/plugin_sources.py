@@ -1,4 +1,4 @@
-"""The plug-ins that a configuration can name or names, and their sources."""
+"""The plug-ins that a configuration can name, and the sources of those that it names."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StartingPoint:
 
     @property
     def absolute(self) -> str:
-        """The same source for any working directory."""
+        """The same source with an absolute path, for any working directory."""
         at = "" if self.version is None else f"@{self.version}"
         return f"{self.path.absolute()}{at}"
 

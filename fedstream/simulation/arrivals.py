@@ -301,7 +301,7 @@ class _Clock:
         return task
 
     def _end_of(self, task: _Working) -> Generator[Arrival, None, bool]:
-        """The arrival of a task's answer, if it has one; returns whether the answer is used."""
+        """Yield the arrival of a task's answer, if there is one; return whether it is used."""
         is_used = task.answers
         if is_used:
             before = self._version, self._used, self._mean_staleness

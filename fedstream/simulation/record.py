@@ -144,7 +144,7 @@ class SimulationRecorder:
     def round_over(
         self, over: RoundOver, round_: int, version: int, about: Happened, dropped: int
     ) -> None:
-        """Record the end of the round based on version ``round_``; ``dropped``: updates."""
+        """Record the end of the round based on ``round_``; ``dropped``: the number of updates."""
         record = RoundClosed(
             entry=f"{about.n}-0",
             round=round_,

@@ -99,7 +99,7 @@ class Training:
         return self._group.sizes if self._group is not None else (1,)
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Train jobs into their ``into``: all of them together, or only the first.
+        """Train jobs, with the updates in their ``into``: all jobs together, or only the first.
 
         Raises Cancelled; DataError if the task raises on the first.
         """

@@ -130,7 +130,10 @@ class SinkSettings(NamedSettings):
         raise NotImplementedError(f"{type(self).__name__} needs a method build(self) -> Sink")
 
     def placed(self, out: Path) -> Self:
-        """The settings for any working directory; ``out``: the run's own folder."""
+        """The settings with absolute paths.
+
+        ``out``: the run's own folder, for paths that are not set.
+        """
         del out
         return self
 

@@ -119,12 +119,12 @@ class TensorBoard(Sink):
 
 
 def _tag(kind: str, name: str) -> str:
-    """The tag of a number; one without a group joins its kind's."""
+    """The tag of a number; a name without a group gets its kind as the group."""
     return name if "/" in name else f"{kind}/{name}"
 
 
 def _found(folder: Path) -> tuple[Reached, set[tuple[str, int]]]:
-    """What the folder's event files hold: the newest points, and tables of text."""
+    """The content of a folder's event files: the newest points, and tables of text."""
     from tensorboardX.proto.event_pb2 import Event
 
     reached, texts = Reached(), set[tuple[str, int]]()

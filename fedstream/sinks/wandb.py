@@ -199,7 +199,7 @@ def _found(folder: Path, run: str) -> tuple[Reached, int]:
 def _records(data: bytes, at: int) -> Iterator[bytes]:
     """The whole records of wandb's file (LevelDB's log format), up to a torn one.
 
-    ``data``: from the beginning of a block; ``at``: of its first part.
+    ``data``: begins with a block; ``at``: the offset of the first part to read.
     """
     record: bytes | None = None  # a first part may be empty
     while at + _HEAD.size <= len(data):

@@ -37,7 +37,7 @@ class AfaCdSettings(Batch):
 
     @property
     def by_steps(self) -> bool:
-        """G is a mean over steps."""
+        """True, because G is a mean over steps."""
         return True
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
@@ -64,7 +64,7 @@ class AfaCsSettings(AfaCdSettings):
 
     @property
     def remembered(self) -> int | None:
-        """M."""
+        """M, the number of devices with a vector each."""
         return self.devices
 
     def build(self, devices: int = 0) -> Self:
@@ -80,7 +80,7 @@ class AfaCsSettings(AfaCdSettings):
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors:
-        """Replace the device's last -G by its new one, in the sum too."""
+        """Replace the device's last -G by the new -G, also in the sum."""
         new = update.model.parameters
         vectors = vectors if vectors is not None else self.vectors(new.size)
         last = vectors.write(update.device)

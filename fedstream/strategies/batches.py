@@ -46,12 +46,12 @@ class Batch(Strategy):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """What the server's optimizer keeps between versions."""
+        """The names of the vectors that the server's optimizer keeps between versions."""
         return self.server.vectors
 
     @property
     def rate(self) -> float:
-        """The step along a delta."""
+        """The server's learning rate, the factor of the mean delta."""
         return self.server_lr
 
     def factor(self, update: Update, weight: float) -> float:
@@ -95,12 +95,12 @@ class Batch(Strategy):
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors | None:
-        """Add f (x_new - x_tau) to the sum; return what is kept for each device."""
+        """Add f (x_new - x_tau) to the sum; return the devices' vectors."""
         add(total.parameters, update.model.parameters, factor, into=total.parameters)
         return vectors
 
     def step(self, state: State, spare: Model | None) -> State:
-        """Make the batch's version: here it overwrites the sum."""
+        """Make the batch's version; here the version's model overwrites the sum."""
         made = self.total(state)
         vectors = self.move(state, state.memory.arrivals, into=made)
         count(state.model, made, into=made)

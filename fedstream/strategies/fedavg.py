@@ -15,9 +15,9 @@ from fedstream.strategies.strategy import Decision, InRounds, Memory, State, Str
 class FedAvgSettings(Strategy):
     """FedAvg: x_{t+1} = the mean of k devices' models, all trained from x_t; late ones are dropped.
 
-    ``weighting`` by samples is McMahan's, uniform the paper's. The mean is updated incrementally,
-    m <- m + (n / N) (x_new - m), where N is the sum of the weights so far: the same arithmetic as
-    mixing, and no sum that could overflow float32.
+    ``weighting`` by samples is McMahan's, ``uniform`` that of FedAsync's paper. The mean is updated
+    incrementally, m <- m + (n / N) (x_new - m), where N is the sum of the weights so far: the same
+    arithmetic as mixing, and no sum that could overflow float32.
     """
 
     sends: ClassVar[Sends] = "model"

@@ -1,4 +1,4 @@
-"""Server optimizers: what a batch rule does with the mean of its batch.
+"""Server optimizers: the steps that a batch rule takes along the mean of its batch.
 
 Adaptive Federated Optimization (Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan),
 algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything element by
@@ -45,7 +45,7 @@ class _Stateful(Section):
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """The names of the vectors that it keeps: no other optimizer's vectors have them."""
+        """The names of the optimizer's vectors; no other optimizer uses these names."""
         return tuple(f"{self.kind} {one}" for one in self.moments)
 
     def step(
@@ -75,7 +75,7 @@ class _Stateful(Section):
 
     @property
     def start(self) -> float:
-        """What the last vector starts with; the others start with zero."""
+        """The first value of the last vector's elements; the other vectors start with zero."""
         return 0.0
 
     @abstractmethod

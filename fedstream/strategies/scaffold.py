@@ -18,8 +18,8 @@ class ScaffoldSettings(Batch):
 
     SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
     algorithm 1. In rounds as in its paper, or asynchronous: every K arrivals. c is published with
-    x, and a device uses the c of its x_tau. The server also keeps every c_i, the sum of what the
-    device sent; trainers get the c_i of the device that they train for.
+    x, and a device uses the c of its x_tau. The server also keeps every c_i, the sum of the
+    changes that the device sent; trainers get the c_i of the device that they train for.
     """
 
     controls: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class ScaffoldSettings(Batch):
 
     @property
     def remembered(self) -> int | None:
-        """M."""
+        """M, the number of devices with a vector each."""
         return self.devices
 
     @property

@@ -134,11 +134,11 @@ class Strategy(NamedSettings):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The vectors, each as long as the parameters, that its memory keeps by name."""
+        """The names of the vectors in the rule's memory, each as long as the parameters."""
         return ()
 
     def vectors(self, floats: int) -> DeviceVectors:
-        """All vectors that it keeps, with ``floats`` elements each, as at the run's beginning."""
+        """All vectors that the rule keeps, of ``floats`` elements, as at the run's beginning."""
         return DeviceVectors(self.remembered or 0, floats, names=self.vector_names)
 
     @property
@@ -152,19 +152,19 @@ class Strategy(NamedSettings):
         return 1.0
 
     def build(self, devices: int = 0) -> Self:
-        """The rule for a run with ``devices`` devices; by default itself."""
+        """The rule for a run with ``devices`` devices; by default, this rule."""
         return self
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The weight of an update trained from x_tau that arrives when ``version`` is the newest.
 
-        Its last bits may depend on the machine: it is recorded, and replay mixes by the record.
+        Its last bits may depend on the machine, so the weight is recorded and used in replays.
         """
         return 1.0
 
     @abstractmethod
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Take in one update. The version increases by one if this makes a model."""
+        """Take in one update. The version increases by one if the update completes a version."""
 
     def end_round(self, state: State) -> State:
         """End the round: make the next version of the arrived updates, if any."""

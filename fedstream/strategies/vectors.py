@@ -28,9 +28,9 @@ def on_disk(size: int) -> npt.NDArray[np.uint8]:
 
 
 class DeviceVectors:
-    """M vectors of ``floats`` float32 each, and those with ``names``; zero until they are written.
+    """M vectors of ``floats`` float32 each, and one for each of ``names``; zero until written.
 
-    A named vector belongs to no device. It has a number, too, after the last device's: journals
+    A named vector belongs to no device, but has a number after the last device's, because journals
     know vectors by number.
 
     Only written vectors are allocated. Above a gigabyte, they are in unnamed temporary files in

@@ -98,7 +98,8 @@ def check_partition(
 ) -> None:
     """Check that a partition is valid, and depends only on its arguments. Raises Fault.
 
-    ``parameters``: of the function or class. By default there are 40 samples of each of 10 classes.
+    ``parameters``: those of the function or class. By default there are 40 samples of each of 10
+    classes.
     """
     name = getattr(partition, "__name__", type(partition).__name__)
     try:
@@ -110,8 +111,8 @@ def check_partition(
     for device, (rows, others) in enumerate(zip(first, again, strict=True)):
         if not np.array_equal(rows, others):
             raise Fault(
-                f"{name}: device {device} gets other rows the second time: it must depend on "
-                "labels, devices, seed and its parameters alone"
+                f"{name}: device {device} gets other rows the second time: a partition must depend "
+                "on labels, devices, seed and its parameters alone"
             )
 
 

@@ -45,11 +45,11 @@ def check_strategy(
 
     - ``receive`` writes neither into ``state.model`` nor into the update's model, keeps neither,
       and reads nothing of ``spare``;
-    - the same state and update give the same result, to the last bit, as often as they are asked;
+    - the same state and update give the same result, to the last bit, every time;
     - version, outcome, staleness and weight fit together, and a recorded weight is used as it is;
     - updates with staleness 0 and ``max_staleness`` are used, and staler ones change nothing;
     - a version is made of ``batch`` updates, and of fewer if the round ends;
-    - what it remembers survives the journal: a replay and a recovery from a checkpoint in the
+    - the strategy's memory survives the journal: a replay and a recovery from a checkpoint in the
       middle of a batch give the same bits;
     - its settings can be written and read again.
 
@@ -120,7 +120,7 @@ class _Check:
     # checks
 
     def settings(self) -> None:
-        """The settings survive TOML and the journal, which is how other processes get them."""
+        """Check that settings survive TOML and the journal, by which other processes get them."""
         rule = self.strategy
         if not isinstance(rule.batch, int) or rule.batch < 1:
             self.fail(f"batch is {rule.batch!r}: a version takes at least one update")
@@ -132,7 +132,7 @@ class _Check:
             self.fail(f"its settings are {rule!r}, but {again!r} once written and read")
 
     def every_arrival(self) -> None:
-        """Purity, determinism, and results that fit together."""
+        """Check purity, determinism, and that results fit together."""
         rule, state = self.built(), self.begun()
         seen = []
         for arrival in self.arrivals:
@@ -231,7 +231,7 @@ class _Check:
             self.fail("has_memory is False, but there is something in its memory", arrival)
 
     def staleness(self) -> None:
-        """Staleness 0 and the maximum are used; beyond, nothing changes."""
+        """Check that staleness 0 and the maximum are used, and that beyond, nothing changes."""
         limit = self.strategy.max_staleness
         if limit is None:
             limit = 3
@@ -259,7 +259,7 @@ class _Check:
                 self.fail(f"an update with staleness {late} was dropped, but changed the state")
 
     def batches(self) -> None:
-        """A version takes ``batch`` updates, or fewer if its round ends."""
+        """Check that a version takes ``batch`` updates, or fewer if its round ends."""
         rule, state = self.built(), self.begun()
         if state_print(self.call("end_round()", rule.end_round, state, at=None)) != state_print(
             state
@@ -294,7 +294,7 @@ class _Check:
             self.fail("end_round() wrote into state.model")
 
     def journal(self) -> None:
-        """A replay and a recovery of what a journal recorded give the same bits."""
+        """Check that a replay of a journal and a recovery from it give the same bits."""
         with tempfile.TemporaryDirectory(prefix="fedstream-check-") as folder:
             try:
                 first = self.first.copy()

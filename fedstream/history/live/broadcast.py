@@ -26,7 +26,7 @@ _RETRY_MS = 1000  # after which a browser connects again
 
 @dataclass(frozen=True)
 class LivePicture:
-    """A snapshot, drawn."""
+    """A snapshot drawn as HTML."""
 
     snapshot: Snapshot
     parts: Mapping[str, str]  # HTML by the name of its place on the page
@@ -46,9 +46,9 @@ class Broadcast:
         away: Callable[[Snapshot, float], Mapping[str, str]],
         fault: Callable[[Exception], object],
     ) -> None:
-        """``draw``: the run as it is now. ``away``: the parts that say for how many seconds Redis
-        has not answered. ``fault``: called with the first error of the page's own code, again
-        after a success.
+        """``draw``: draws the run as it is now. ``away``: makes the parts that say for how many
+        seconds Redis has not answered. ``fault``: called with the first error of the page's own
+        code, again after a success.
         """
         self._draw = draw
         self._away = away
@@ -66,7 +66,7 @@ class Broadcast:
         self._encoded: dict[int, bytes] = {}  # changes since a picture, by its number
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Draw pictures while there are viewers, until stop; then the last one, for the end."""
+        """Draw pictures while there are viewers, until stop; then the final one."""
         while not stop.is_set():
             self._wake.clear()
             if not self.viewers and time.monotonic() >= self._seen_until:
@@ -116,7 +116,7 @@ class Broadcast:
     async def newest(self, within_s: float) -> LivePicture:
         """The newest picture, for a request of the page.
 
-        Raises the errors of drawing it, and TimeoutError.
+        Raises the errors of drawing it, and TimeoutError after ``within_s`` seconds.
         """
         self._seen_until = time.monotonic() + _LASTS_S
         self._wake.set()
@@ -128,7 +128,7 @@ class Broadcast:
             return self.picture
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events for one viewer: the parts as they are, then those that change."""
+        """Server-sent events for one viewer: all parts at first, then those that change."""
         self.viewers += 1
         seen = 0  # number of the picture that the viewer has
         is_warned = False

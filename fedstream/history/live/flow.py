@@ -81,7 +81,7 @@ def flow(snapshot: Snapshot) -> Flow:
 
 
 def _bottleneck(snapshot: Snapshot) -> tuple[FlowPlace | None, str]:
-    """The stage in which most tasks wait, or else the one that takes the time; and why."""
+    """The bottleneck, None if there is none, and sentences that say why."""
     if snapshot.tally.run.state == "finished":
         return None, "The run is finished."
     if len(snapshot.gauged) < LOOKS:
@@ -116,7 +116,7 @@ def _bottleneck(snapshot: Snapshot) -> tuple[FlowPlace | None, str]:
 
 
 def _waiting(snapshot: Snapshot) -> tuple[dict[FlowPlace, float], float]:
-    """Mean number of waiting tasks by stage, and the seconds of that mean.
+    """Mean number of waiting tasks by stage, and the seconds over which it was taken.
 
     ``Snapshot.gauged`` must have at least ``LOOKS`` rows.
     """

@@ -130,7 +130,7 @@ def alarms_html(snapshot: Snapshot) -> str:
 
 
 def device_table(snapshot: Snapshot) -> DeviceTable:
-    """The devices' figures, in the newest ended tasks that the snapshot has."""
+    """The devices' figures over the newest ended tasks in the snapshot."""
     return devices_of(snapshot.ended, now=snapshot.now)
 
 

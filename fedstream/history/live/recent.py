@@ -151,7 +151,7 @@ class Recent:
 
 
 def is_measurement(event: Event) -> bool:
-    """Whether an event is the evaluator's: a device's errors name the device."""
+    """Whether an event is a measurement by the evaluator; a trainer's event names a device."""
     return event.what == "evaluation" and event.version is not None and event.device is None
 
 

@@ -154,7 +154,7 @@ class LiveService:
         return answer
 
     def _failed(self, request: web.Request, error: Exception) -> web.Response:
-        """The answer to an error; raises those that are not expected."""
+        """The answer to an error; unexpected errors are raised again."""
         title, text, status = "That did not work", str(error), 500
         match error:
             case web.HTTPNotFound():
@@ -282,7 +282,7 @@ class LiveService:
             return False
 
     def _recorded(self, route: web.RouteDef) -> Answering:
-        """A page of the recorded run."""
+        """A handler that answers with a page of the recorded run."""
         is_question = route.path in {one.path for one in FORMS}
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -410,7 +410,7 @@ class LiveService:
         said: Mapping[str, str] | None = None,
         act: Callable[[], Awaitable[str]] | None = None,
     ) -> web.Response:
-        """The operators' page, after an action that a form ``said``."""
+        """The operators' page. ``said``: a form's fields; ``act``: the action to perform first."""
         cookie, status, found = self._cookie(request), 200, None
         told = problem = ended = ""
         try:
@@ -455,12 +455,12 @@ def _nobody_may(what: str) -> _Refused:
 
 
 def _wanted(said: Mapping[str, str]) -> ViewerRole:
-    """The role for which a token is asked."""
+    """The role that a login form asks for."""
     return "operator" if said.get("as") == "operator" else "viewer"
 
 
 def _local(to: str) -> str:
-    """A path of this server; the first page's path in place of any other address."""
+    """``to`` if it is a path of this server; otherwise the first page's path."""
     parts = urlsplit(to)
     is_ours = to.startswith("/") and not to.startswith("//") and "\\" not in to
     return to if is_ours and not parts.netloc and to.isprintable() else "/"

@@ -66,7 +66,7 @@ class Sessions:
         return is_same(self.form_of(cookie), said)
 
     def _now(self, role: ViewerRole) -> list[str]:
-        """The tokens of viewers or operators, if there are any."""
+        """The valid tokens of viewers or operators; empty if there are none."""
         tokens = self._tokens[role]
         return tokens.now() if tokens is not None else []
 

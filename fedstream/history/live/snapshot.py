@@ -66,14 +66,14 @@ class RedisMemory:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment. What grows with the run is bounded, newest last."""
+    """A run at one moment. Sequences that grow with the run are bounded, newest last."""
 
     settings: Settings  # the coordinator's: limits, the rule's parameters, leases
     tally: Tally  # run, head (with quarantines), counts and reasons, queue, triggers, inboxes
     now: float
     memory: RedisMemory
     phases: Mapping[Phase, int]  # of all open tasks
-    leading: frozenset[str]  # of "scheduler" and "updater": the roles that somebody holds
+    leading: frozenset[str]  # of "scheduler" and "updater": the roles that a process holds
     oldest: float | None  # when the oldest open task was opened
     deadline: float | None  # the earliest of open tasks
     workers: tuple[SeenWorker, ...]  # by name, at most 200; the tally has how many are alive
@@ -86,7 +86,7 @@ class Snapshot:
     is_recorded: bool = False  # whether the coordinator can read the run's journal
 
     def rate(self, name: str) -> float | None:
-        """What a count of GAUGED grew by a second, over the last 10 s; None until that is known."""
+        """The growth per second of a count of GAUGED over the last 10 s; None: not yet known."""
         rows = self.gauged[self.gauged["time"] >= self.now - _OVER_S]
         seconds = float(rows["time"][-1] - rows["time"][0]) if len(rows) else 0.0
         if seconds <= 0:

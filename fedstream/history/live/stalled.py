@@ -34,13 +34,13 @@ class Standstill:
     """The cause of a standstill."""
 
     text: str  # a sentence
-    is_wrong: bool = True  # somebody may have to do something
+    is_wrong: bool = True  # an operator may have to act
 
 
 def stalled(snapshot: Snapshot, *, away_s: float = 0.0) -> Standstill | None:
-    """The cause why no version is made; None while versions are made, or too early to say.
+    """Why no version is made; None while versions are made, or if it is too early to say.
 
-    ``away_s``: seconds for which Redis has not answered, so that the snapshot is as old as that.
+    ``away_s``: seconds for which Redis has not answered, which is the age of the snapshot.
     """
     if away_s > AWAY_S:
         return Standstill(
@@ -76,7 +76,7 @@ def _is_complete(snapshot: Snapshot) -> bool:
 
 
 def _last_measurement(snapshot: Snapshot, idle: float) -> Standstill | None:
-    """All versions are made, and the run has not ended yet."""
+    """The standstill if all versions are made but the last isn't measured; otherwise None."""
     last = snapshot.tally.run.versions
     measured = snapshot.measured[-1].version if snapshot.measured else 0
     if not is_stalled(idle, 0.0, first=False) or measured >= last:
@@ -92,7 +92,7 @@ def _last_measurement(snapshot: Snapshot, idle: float) -> Standstill | None:
 
 
 def _causes(snapshot: Snapshot) -> Iterator[str]:
-    """The causes that hold, in the order in which they are told."""
+    """Yield the causes that hold, the most important first."""
     yield from _of_the_core(snapshot)
     yield from _of_trainers(snapshot)
     yield from _of_new_tasks(snapshot)
@@ -100,7 +100,7 @@ def _causes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_the_core(snapshot: Snapshot) -> Iterator[str]:
-    """Redis refuses writes, or the updater doesn't work."""
+    """Yield the causes with the core: Redis refuses writes, or the updater doesn't work."""
     used, limit = snapshot.memory.used, snapshot.memory.limit
     if limit and used >= FULL * limit:
         yield (
@@ -123,7 +123,9 @@ def _of_the_core(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_trainers(snapshot: Snapshot) -> Iterator[str]:
-    """No trainer is registered, all are silent, or no device is connected to a gateway."""
+    """Yield the causes with trainers: none is registered, all are silent, or no device is
+    connected to a gateway.
+    """
     workers, open_ = snapshot.workers, snapshot.tally.tasks
     if not snapshot.tally.trainers:
         are = f"{counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open"
@@ -147,7 +149,7 @@ def _of_trainers(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_new_tasks(snapshot: Snapshot) -> Iterator[str]:
-    """Tasks end without a version, or none begins."""
+    """Yield the causes with new tasks: tasks end without a version, or none begins."""
     since = snapshot.ended[snapshot.ended["time"] > snapshot.tally.head.time]
     if len(since) >= _ENDS and not is_used_row(since).any():
         ends = Counter(zip(since["outcome"].tolist(), since["reason"].tolist(), strict=True))
@@ -170,7 +172,7 @@ def _of_new_tasks(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_devices(snapshot: Snapshot, *, devices_decide: bool) -> Iterator[str]:
-    """No device may begin a task."""
+    """Yield the causes with devices: none may begin a task."""
     tally, settings = snapshot.tally, snapshot.settings
     devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
     if barred >= devices:
@@ -198,7 +200,9 @@ def _successor(lease_s: float) -> str:
 
 
 def _of_open_tasks(snapshot: Snapshot) -> Iterator[str]:
-    """Open tasks wait for a coordinator, for a trainer, for each other, or are being trained."""
+    """Yield the causes with open tasks: these wait for a coordinator, for a trainer or for each
+    other, or are being trained.
+    """
     waits: tuple[tuple[Phase, str], ...] = (("uploading", "answer"), ("triggered", "trigger"))
     for phase, name in waits:
         waiting = snapshot.phases.get(phase, 0)

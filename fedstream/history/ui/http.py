@@ -35,7 +35,7 @@ def is_ours(request: web.Request) -> bool:
 
 
 async def form_of(request: web.Request, most: int) -> dict[str, str]:
-    """The fields of a form of at most so many bytes, without the empty ones.
+    """The fields of a form of at most ``most`` bytes, without empty ones.
 
     Raises HTTPRequestEntityTooLarge, HTTPUnsupportedMediaType.
     """

@@ -1,6 +1,6 @@
-"""What is being worked on for the pages: one question at a time, in a process of its own.
+"""Work on the pages' questions: one question at a time, in a separate process.
 
-So the pages answer as fast as ever, and what is cancelled ends at once, whatever it does.
+So the pages stay fast, and cancelled work ends at once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _PRELOADED = ["torch", "fedstream.history.ui.work", "fedstream.history.measuring
 
 
 class Occupied(FedstreamError):
-    """Another question is being worked on, or none is taken any more."""
+    """Another question is being worked on, or no more questions are accepted."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where questions about a run are worked on, and what that may take."""
+    """The run that questions are about, and the rights and bounds of the work on them."""
 
     run: Path
     access: TaskAccess
@@ -57,7 +57,7 @@ class Workplace:
 
 
 class PageJob:
-    """A question that is being answered, or was."""
+    """A question, and the work on its answer, in progress or ended."""
 
     def __init__(self, question: Question, address: str) -> None:
         self.question = question
@@ -77,13 +77,13 @@ class PageJob:
         return self.answer is None and not self.problem
 
     def as_it_is(self) -> PageJob:
-        """A copy to make a page of: an answer that comes meanwhile must not be on half of it."""
+        """A copy to draw a page from; an answer that arrives meanwhile doesn't change the copy."""
         found = copy(self)
         found.measured = dict(self.measured)
         return found
 
     def begin(self, where: Workplace) -> None:
-        """Start the work, and return at once; that it can't be started is its problem."""
+        """Start the work, and return at once; ``problem`` tells later if the start failed."""
         # Starting takes seconds if torch has to be imported first: no page must wait for that.
         Thread(target=self._work, args=(where,), name="question", daemon=True).start()
 
@@ -167,9 +167,9 @@ class PageJob:
     def _watch(
         self, process: BaseProcess, where: Workplace, is_over: Event, is_read: Event
     ) -> None:
-        """Bound the reading, which alone could wait for ever for the rest of an answer.
+        """End the work if it takes too long, or its process ends without the rest of an answer.
 
-        ``is_over`` is set when the process has ended; ``is_read`` ends this.
+        Sets ``is_over`` when the process has ended; returns once ``is_read`` is set.
         """
         most = where.bounds.seconds
         while process.exitcode is None:
@@ -186,7 +186,7 @@ class PageJob:
             self._stop(_ended(process, where))
 
     def _follow(self, channel: Connection, is_over: Event) -> None:
-        """Take in all news until there is an answer, a problem, or no process any more."""
+        """Read all news until there is an answer, a problem, or no process any more."""
         while self.is_going_on:
             has_ended = is_over.is_set()  # before the look at what it left behind
             if not channel.poll(_LOOK_S):
@@ -216,7 +216,7 @@ class PageJob:
 
 
 def _ended(process: BaseProcess, where: Workplace) -> str:
-    """That a process ended without an answer."""
+    """The error text for a process that ended without an answer."""
     return (
         f"the process that worked on it ended with exit code {process.exitcode}: what it "
         f"printed is in {where.log}"
@@ -224,10 +224,10 @@ def _ended(process: BaseProcess, where: Workplace) -> str:
 
 
 def _kill(process: BaseProcess) -> None:
-    """End a process, and all that it has started, which are its group.
+    """End a process with its group, to which all processes belong that it has started.
 
-    Also just after it was waited for: the system gives a number to no other process while a group
-    of that number has members, and takes longer than that to come back to one that is free.
+    This is safe just after the process was waited for: the system does not reuse a number while its
+    process group has members, nor for a while after.
     """
     if process.pid is None:
         return
@@ -250,17 +250,17 @@ class PageJobs:
 
     @property
     def current(self) -> PageJob | None:
-        """The one that is being worked on."""
+        """The job in progress; None if there is none."""
         with self._changing:
             return next((job for job in self._jobs.values() if job.is_going_on), None)
 
     def at(self, address: str) -> PageJob | None:
-        """What became of a question."""
+        """The job of the question at this address; None if it isn't kept."""
         return self._jobs.get(address)
 
     @property
     def shares(self) -> MeasuredShares | None:
-        """What was measured last of all devices' updates."""
+        """The newest answer about all devices' distances; None if there is none."""
         with self._changing:
             answers = [job.answer for job in reversed(self._jobs.values())]
         return next((one for one in answers if isinstance(one, MeasuredShares)), None)
@@ -284,7 +284,7 @@ class PageJobs:
             job.begin(self._where)
 
     def end(self) -> None:
-        """Cancel what is being worked on, and take no more."""
+        """Cancel the current job, and accept no more questions."""
         with self._changing:
             self._is_over = True
             current = self.current

@@ -130,10 +130,10 @@ def updates(
     fields: Mapping[str, str],
     problems: Mapping[str, str],
 ) -> str:
-    """A page of the updates that are wanted, numbered from 0.
+    """The page ``part`` (from 0) of the updates that the filter selects.
 
-    ``fields``: the form's, as they were filled in; ``problems``: what is wrong with some of them.
-    Then no update is shown.
+    ``fields``: the form's fields as filled in; ``problems``: errors in fields, with which no update
+    is shown.
     """
     columns = run.columns
     rows = columns.updates
@@ -171,12 +171,11 @@ def version(
     fields: Mapping[str, str],
     problems: Mapping[str, str],
 ) -> str:
-    """A version: metrics, the updates that made it, and what its model says.
+    """A version: its metrics, its updates, and figures of its model.
 
-    ``to``: another one to compare it with. ``models``: make models again, if that was not done
-    yet; ``is_waiting`` says whether somebody still waits for that. ``fields``: those of the form
-    that are wrong, as they were filled in; ``problems``: what is wrong with them. Raises NotThere,
-    Unwanted.
+    ``to``: another version to compare it with. ``models``: rebuild models if need be;
+    ``is_waiting``: whether a client still waits for that. ``fields``: the form's wrong fields, as
+    filled in; ``problems``: the errors in them. Raises NotThere, Unwanted.
     """
     columns = run.columns
     if problem := missing(run, wanted):
@@ -347,7 +346,7 @@ def _facts_of(run: RecordedRun, wanted: int) -> list[tuple[str, str]]:
 
 
 def outcomes(run: RecordedRun) -> list[dict[str, Any]]:
-    """How many updates ended how, most first."""
+    """The number of updates by outcome and reason, most first."""
     rows, names = run.columns.updates, run.columns.reasons
     both = rows["outcome"].astype(np.int64) * len(names) + rows["reason"]
     found, counts = np.unique(both, return_counts=True)
@@ -363,7 +362,7 @@ def outcomes(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def shown(run: RecordedRun, places: Any) -> list[dict[str, Any]]:
-    """Updates as a table takes them; ``places`` are their numbers."""
+    """Updates as rows of a table; ``places``: the updates' numbers."""
     columns = run.columns
     return [
         row
@@ -415,7 +414,7 @@ def _number_in(names: Sequence[str], name: str, what: str) -> int:
 
 
 def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -> str:
-    """A page of a template. ``here``: where the navigation stands."""
+    """A page of a template. ``here``: the current item of the navigation."""
     head = run.models.head
     state, why = run.state
     return rendered(

@@ -230,8 +230,8 @@ FORMS = (
 class QuestionRoutes:
     """The routes of all forms.
 
-    ``permission``: of a request's sender. It decides what the page offers; the server checks it
-    again before it starts work.
+    ``permission``: the right of a request's sender to start work. Pages offer work accordingly, and
+    the server checks the right again before it starts work.
     """
 
     def __init__(

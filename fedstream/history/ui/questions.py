@@ -1,6 +1,6 @@
 """Questions that take a replay to answer: a bisection, or another rule. Each comes from a form.
 
-What a form has is also an address, so a link asks the same again.
+A form's fields are also an address, so a link asks the same question again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Question: TypeAlias = Bisection | OtherRule | Distances
 
 
 class _Reading:
-    """Takes values out of a form, and notes what is wrong with them."""
+    """Reads values from a form, and notes their errors."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
@@ -114,7 +114,7 @@ def _is_number(text: str) -> bool:
 
 
 def bisection(fields: Fields, run: RecordedRun) -> tuple[Bisection | None, Problems]:
-    """What a form asks; None if something is wrong with it."""
+    """The question in a form and its problems; the question is None if there are problems."""
     reading = _Reading(fields)
     metric, every = reading.text("metric"), reading.whole("every", 1)
     until = reading.until(run)
@@ -139,7 +139,7 @@ def bisection(fields: Fields, run: RecordedRun) -> tuple[Bisection | None, Probl
 
 @dataclass(frozen=True)
 class Worsening:
-    """A metric's first value, its best, and the worst after that."""
+    """A metric's first value, its best, and the worst after the best."""
 
     metric: str
     goal: Goal
@@ -149,12 +149,12 @@ class Worsening:
 
     @property
     def is_grave(self) -> bool:
-        """Whether more than half of what was gained was lost."""
+        """Whether more than half of the gain was lost."""
         return abs(self.worst - self.best) > abs(self.best - self.first) / 2
 
 
 def worsening(run: RecordedRun) -> Worsening | None:
-    """What became of the first metric; None where nothing was measured, or it has no goal."""
+    """The first metric's first, best and worst later value; None if unmeasured or without goal."""
     metric = run.metrics[0] if run.metrics else "accuracy"
     goal = run.goal_of(metric)
     values = [one.metrics[metric] for one in run.measured if metric in one.metrics]
@@ -166,9 +166,9 @@ def worsening(run: RecordedRun) -> Worsening | None:
 
 
 def first_bisection(run: RecordedRun) -> dict[str, str]:
-    """A form to begin with: the first metric, and half way from its best to its worst after that.
+    """The initial form: the first metric; a bound halfway from its best to its worst later value.
 
-    No bound where nothing was measured, where it never got worse, or where it has no goal.
+    There is no bound if nothing was measured, or if the metric never got worse or has no goal.
     """
     it = worsening(run)
     if it is None:
@@ -190,7 +190,7 @@ DISTANCES = ("until",)
 
 
 def distances(fields: Fields, run: RecordedRun) -> tuple[Distances | None, Problems]:
-    """What a form asks; None if something is wrong with it."""
+    """The question in a form and its problems; the question is None if there are problems."""
     reading = _Reading(fields)
     until = reading.until(run)
     return (None if reading.problems else Distances(until)), reading.problems
@@ -203,9 +203,10 @@ _KEYS = {"staleness": "strategy.staleness.kind", "alpha": "strategy.alpha"}
 
 
 def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Problems]:
-    """What a form asks, if the command would take it too; None if something is wrong with it.
+    """The question in a form and its problems; the question is None if there are problems.
 
-    No program is loaded that only the form names: whoever reaches the page could have it run.
+    The command's own errors are among the problems. A program that only the form names is not
+    loaded: any visitor of the page could make it run.
     """
     reading = _Reading(fields)
     strategy = reading.text("strategy") or None
@@ -255,7 +256,7 @@ def keys_in(recorded: Mapping[str, Any], prefix: str = "strategy.") -> dict[str,
 
 
 def rule_of(run: RecordedRun, other: RecordedRun) -> str:
-    """The address that asks what the other run's rule would have made of this run's updates.
+    """The address that asks for a replay of this run's updates by the other run's rule.
 
     '' if both have the same rule.
     """
@@ -282,12 +283,12 @@ def _refused(
     without: frozenset[int],
     begin: int | None,
 ) -> Problems:
-    """What the command would refuse, beside the field that it is about."""
+    """The errors of the command with these options, by the fields that cause them."""
     from fedstream.history.replay import rule_by
     from fedstream.journal.replay import Replayer
 
     def tried(count: int) -> Problems:
-        """The rule that the strategy and the first settings make."""
+        """The error of a rule with the first ``count`` settings, noted at the last of them."""
         found: Problems = {}
         with _noting(found, given[count - 1][0] if count else "strategy"):
             rule = rule_by([item for _, item in given[:count]], strategy)
@@ -311,7 +312,7 @@ def _refused(
 
 @contextmanager
 def _noting(problems: Problems, name: str) -> Iterator[None]:
-    """Note what is raised as a field's problem."""
+    """Note an error in the block as a field's problem."""
     try:
         yield
     except FedstreamError as error:

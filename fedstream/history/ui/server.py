@@ -1,6 +1,6 @@
 """`fedstream ui`: the pages over HTTP, for browsers on this machine.
 
-Nothing is written but the index, and nothing that a request says is trusted.
+The server writes only the index, and trusts no value in a request.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PageServer:
         permission: Callable[[web.Request], Permission] = lambda _: "may",
     ) -> None:
         """``opening``: opens the run, for the first request. ``jobs``: work on questions.
-        ``permission``: the right of a sender to ask.
+        ``permission``: a sender's right to start work.
         """
         self._opening = opening
         self._run: RecordedRun | None = None
@@ -62,7 +62,7 @@ class PageServer:
         self._waiting = 0  # requests that wait for it
         # The version whose models were shown last, and the step to it; None: none was yet.
         self._moment: tuple[int, int | None] | None = None
-        self._moved = asyncio.Event()  # since somebody looked around there
+        self._moved = asyncio.Event()  # a version was shown since
 
     @property
     def run(self) -> RecordedRun:
@@ -145,7 +145,7 @@ class PageServer:
                     try:
                         await asyncio.to_thread(self.run.prepare_neighbours, *moment, is_idle)
                     except Unwanted:
-                        continue  # somebody asks: go on after that
+                        continue  # a reader asks: go on after that
                     except FedstreamError:
                         pass  # who asks for it is told
                 break
@@ -274,7 +274,7 @@ class PageServer:
 async def serve(
     run: RecordedRun, host: str, port: int, ready: Callable[[int], object], access: TaskAccess
 ) -> None:
-    """Serve a run's pages until a signal; ``ready`` is told the port. Raises FedstreamError."""
+    """Serve a run's pages until a signal. ``ready``: told the port. Raises FedstreamError."""
     settings = HttpSettings(host=host, port=port)
     site = PageServer(lambda: run, PageJobs(Workplace(run.path, access)))
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -301,7 +301,7 @@ def _html(text: str, status: int = 200) -> web.Response:
 def _filled(
     run: RecordedRun, asked: Mapping[str, str], *names: str
 ) -> tuple[list[int | None], dict[str, str], dict[str, str]]:
-    """A form's versions, those of its fields that are wrong, and what is wrong with them."""
+    """A form's versions, its wrong fields as filled in, and the errors in them."""
     found, fields, problems = list[int | None](), dict[str, str](), dict[str, str]()
     for name in names:
         value, problem = None, ""

@@ -1,7 +1,7 @@
 """`fedstream report --html`: a run's pages in one file, to attach to a ticket.
 
-The file asks nobody for anything: styles and scripts are in it, and its policy allows these alone,
-by their hashes.
+The file requests nothing: it contains its styles and scripts, and its content security policy
+allows only these, by their hashes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSIONS = 200  # in the file, evenly chosen: some 3 kB each
 
 
 def write(run: RecordedRun, folder: Path) -> Path:
-    """Write the file into a folder; returns its path. The models of its versions are made again.
+    """Write the file into a folder; returns its path. Rebuilds its versions' models.
 
     Raises FedstreamError; ConfigError if there is such a file already.
     """
@@ -85,13 +85,13 @@ def _own(text: str) -> Markup:
 
 
 def _joined(*modules: str) -> str:
-    """Modules as one, each after those that it imports: a file has no address to import from."""
+    """JavaScript modules joined into one, imported ones first: a single file can't import."""
     text = "\n".join(static(name).decode() for name in modules)
     return re.sub(r"^import .*\n|^export ", "", text, flags=re.MULTILINE)
 
 
 def _shares(run: RecordedRun) -> dict[int, DeviceContribution] | None:
-    """What all models say of each device; None if they can't be made again."""
+    """Each device's figures from all models; None if the models can't be rebuilt."""
     try:
         with opened(run.journal) as chain:
             return stats(chain, AHEAD)
@@ -100,7 +100,7 @@ def _shares(run: RecordedRun) -> dict[int, DeviceContribution] | None:
 
 
 def _policy(styles: list[Markup], scripts: list[Markup]) -> str:
-    """A content security policy under which these run, and nothing else."""
+    """A content security policy that allows only these styles and scripts."""
     allowed = {
         kind: " ".join(
             f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts

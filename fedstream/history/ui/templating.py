@@ -22,7 +22,7 @@ _KIB = 1024
 
 
 def rendered(template: str, **about: object) -> str:
-    """A page of a template. All that is shown is escaped: much of it is somebody else's."""
+    """A page of a template. All values are escaped, because many come from other parties."""
     return templates().get_template(template).render(release=__version__, **about)
 
 
@@ -47,7 +47,7 @@ def templates() -> Environment:
 
 
 def _shown(value: object) -> object:
-    """A value without what could hide or reorder the text around it."""
+    """A value without characters that could hide or reorder the text around it."""
     return value if isinstance(value, Markup) else escaped(value)
 
 
@@ -94,7 +94,7 @@ def moment(seconds: float) -> str:
 
 
 def _iso(seconds: float) -> str:
-    """For programs."""
+    """A time in ISO 8601, for programs."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
 
 

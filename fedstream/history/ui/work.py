@@ -37,7 +37,7 @@ _OURS = "FEDSTREAM_"  # what the names of our environment variables begin with
 
 @dataclass(frozen=True)
 class TaskAccess:
-    """The task to measure with, and what a recording may run, as the command's options say."""
+    """The task to measure with, and whether a recording's programs may run; from the options."""
 
     task: str | None = None
     config: Path | None = None
@@ -59,7 +59,7 @@ class TaskAccess:
 
 @dataclass(frozen=True)
 class WorkBounds:
-    """What work may take."""
+    """Limits of the work's time, memory and priority."""
 
     seconds: float | None = None  # None: as long as it needs
     memory: int | None = None  # bytes; None: as much as it needs
@@ -103,7 +103,7 @@ def work(
 
 
 def _end_with_server(access: TaskAccess) -> None:
-    """Have this process end with the one that began it, even if that is killed."""
+    """End this process with the one that began it, even if the latter is killed."""
     if access.own is not None:  # a service's passwords are no business of the task's
         for name in [name for name in os.environ if name.startswith(_OURS)]:
             del os.environ[name]
@@ -134,7 +134,7 @@ def _tried(
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether this comes of memory that could not be had; torch says so in words alone."""
+    """Whether too little memory caused an error; torch says this only in its messages."""
     while error is not None:
         if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
             return True
@@ -214,7 +214,7 @@ def _replayed(
 
 
 def _now_and_then(tell: Callable[[Headway], object]) -> Callable[[float], None]:
-    """Tells of the part that is done, unless it was told a moment ago."""
+    """A function that passes the part done to ``tell``, at most once in ``_BETWEEN_S``."""
     told = monotonic()
 
     def say(part: float) -> None:

@@ -138,7 +138,7 @@ def test_x_tau_of_another_past_is_not_invented(tmp_path: Path) -> None:
     scribe.update()
     scribe.update(base="of another past")
     scribe.close()
-    with pytest.raises(NotRecorded, match="a version 1 that is not the journal's"):
+    with pytest.raises(NotRecorded, match="its version 1 is not the model from which task"):
         fedstream.open(tmp_path).delta(1)
 
 
