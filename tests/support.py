@@ -78,7 +78,7 @@ async def wait_until(condition: Callable[[], Any], timeout: float = 60.0, what: 
         if now > until:
             asked = inspect.getsource(condition) if inspect.isfunction(condition) else condition
             raise AssertionError(f"not within {timeout} s: {what or asked}")
-        rest = min(0.025, (now - begun) / 20), min(0.3, 4 * (now - looks))
+        rest = min(0.025, (now - begun) / 20), min(0.05, 3 * (now - looks))
         await asyncio.sleep(max(0.005, *rest))
 
 
