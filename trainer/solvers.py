@@ -32,7 +32,7 @@ from pydantic_core import CoreSchema
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
-from fedstream.runtime.config import NamedSettings, Section, check
+from fedstream.runtime.config import NamedSettings, Positive, Section, check
 from fedstream.runtime.plugins import OneOf, PluginRegistry
 from fedstream.trainer.compression import Compression, NoCompression
 from fedstream.trainer.schedules import ConstantRate, RateSchedule
@@ -363,23 +363,22 @@ class OptimizerSolver(Solver):
         return optimizer
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Adam(OptimizerSolver):
+class AdamSolver(OptimizerSolver):
     """torch.optim.Adam."""
 
     optimizer_class = "Adam"
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     kind: Literal["adam"] = "adam"
     lr: Positive = 0.001
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     eps: Positive = 1e-8
     amsgrad: bool = False
 
 
-class AdamW(Adam):
+class AdamWSolver(AdamSolver):
     """torch.optim.AdamW, whose weight decay bypasses the moments."""
 
     optimizer_class = "AdamW"
@@ -387,7 +386,7 @@ class AdamW(Adam):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
 
 
-class Adagrad(OptimizerSolver):
+class AdagradSolver(OptimizerSolver):
     """torch.optim.Adagrad."""
 
     optimizer_class = "Adagrad"
@@ -399,14 +398,14 @@ class Adagrad(OptimizerSolver):
     eps: Positive = 1e-10
 
 
-class RMSprop(OptimizerSolver):
+class RMSpropSolver(OptimizerSolver):
     """torch.optim.RMSprop."""
 
     optimizer_class = "RMSprop"
     names = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")
     kind: Literal["rmsprop"] = "rmsprop"
     lr: Positive = 0.01
-    alpha: Beta = 0.99
+    alpha: Decay = 0.99
     eps: Positive = 1e-8
     centered: bool = False
 
@@ -469,10 +468,10 @@ SOLVERS: PluginRegistry[type[Solver]] = PluginRegistry(
         "sgd": Sgd,
         "proximal": Proximal,
         "scaffold": DriftCorrected,
-        "adam": Adam,
-        "adamw": AdamW,
-        "adagrad": Adagrad,
-        "rmsprop": RMSprop,
+        "adam": AdamSolver,
+        "adamw": AdamWSolver,
+        "adagrad": AdagradSolver,
+        "rmsprop": RMSpropSolver,
     },
     accept=_accept,
     expected="a class derived from fedstream.Solver or torch.optim.Optimizer",

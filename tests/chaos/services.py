@@ -92,8 +92,12 @@ class Child:
 
     @property
     def minds_signals(self) -> bool:
-        """Whether it heard of a signal: not while it begins, nor once it is about to end."""
-        return self.has_begun and (self.code != -signal.SIGTERM or '"stopping"' in self.text)
+        """Whether it heard of a signal: not while it begins, nor once it is about to end.
+
+        A signal that comes at its end gives it 128 + the signal's number (``end_at_once``).
+        """
+        at_once = self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        return self.has_begun and (not at_once or '"stopping"' in self.text)
 
     @property
     def serves(self) -> bool:

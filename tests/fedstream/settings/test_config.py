@@ -73,6 +73,8 @@ TEXTS = {
     "trainer.site",
     "wire.update",
     "wire.model",
+    "solver.groups.parameters",
+    "solver.lr_scheduler.kind",
 }
 
 
