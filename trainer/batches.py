@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fedstream.core.errors import BadMessage, DataError
+from fedstream.trainer.data import random_states, restore_random_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from fedstream.trainer.solvers import SolverSettings
 
-    Order = Callable[[torch.Generator], Iterable[int]]
+    Order = Callable[[torch.Generator], torch.Tensor]
 
 
+_CPU = torch.device("cpu")
 _MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
 _MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
 
@@ -110,7 +113,7 @@ class Minibatches(Sampler[torch.Tensor]):
     def _shuffle(self) -> None:
         self._before = self._generator.get_state()
         if self._order is not None:
-            rows = torch.tensor([*self._order(self._generator)], dtype=torch.int64)
+            rows = self._order(self._generator)
             if len(rows) != self._samples:
                 self._samples = len(rows)
                 self._sizes = pass_sizes(self._samples, self._solver)
@@ -141,6 +144,8 @@ class Batches(Protocol):
 
     epoch: int
     """the number of batches in an epoch; 0 for a stream"""
+    rows: int
+    """the number of rows taken from a stream; 0 for other data"""
 
     def next(self) -> Any:
         """The next batch, collated."""
@@ -149,8 +154,8 @@ class Batches(Protocol):
     def place(self) -> tuple[bytes, int]:
         """The state and the count with which :meth:`skip_to` resumes here."""
 
-    def skip_to(self, state: bytes, taken: int) -> None:
-        """Resume at a ``place``."""
+    def skip_to(self, state: bytes, taken: int, cancelled: Callable[[], bool]) -> None:
+        """Resume at a ``place``. Raises InterruptedError once ``cancelled()`` is true."""
 
 
 def batches_of(
@@ -158,14 +163,27 @@ def batches_of(
 ) -> Batches:
     """The batches of one task. ``samples``: 0 for a stream (``IterableDataset``)."""
     if not samples:
-        return LoadedBatches(_stream(task, data, solver, seed), 0)
+        return LoadedBatches(_stream(task, data, solver, seed), 0, draws=not solver.workers)
     order = None
     if task.sampler(data, torch.Generator()) is not None:
-        order = lambda generator: task.sampler(data, generator) or ()  # noqa: E731
+        order = partial(_rows_of, task, data, samples)
     rows = Minibatches(samples, solver, seed, order)
     if solver.workers:
         return LoadedBatches(_loaded_rows(task, data, rows, solver, seed), rows.epoch)
     return RowBatches(task, data, rows)
+
+
+def _rows_of(
+    task: Collating, data: Dataset[Any], samples: int, generator: torch.Generator
+) -> torch.Tensor:
+    """The rows of one pass, as the task's sampler gives them. Raises DataError."""
+    given: Any = task.sampler(data, generator)
+    rows = torch.as_tensor(given if hasattr(given, "shape") else [*given])
+    if rows.dim() != 1 or not len(rows) or not 0 <= rows.min() <= rows.max() < samples:
+        raise DataError(
+            f"sampler() must give row numbers from 0 to {samples - 1}, one by one and at least one"
+        )
+    return rows.to(torch.int64)
 
 
 class RowBatches:
@@ -173,7 +191,7 @@ class RowBatches:
 
     def __init__(self, task: Collating, data: Dataset[Any], rows: Minibatches) -> None:
         self._task, self._data, self._rows = task, data, rows
-        self.epoch = rows.epoch
+        self.epoch, self.rows = rows.epoch, 0
 
     def next(self) -> Any:
         """The next batch, collated."""
@@ -184,7 +202,7 @@ class RowBatches:
         """The place in :class:`Minibatches`."""
         return self._rows.place
 
-    def skip_to(self, state: bytes, taken: int) -> None:
+    def skip_to(self, state: bytes, taken: int, cancelled: Callable[[], bool]) -> None:
         """Resume at a ``place``."""
         self._rows.skip_to(state, taken)
 
@@ -193,32 +211,49 @@ class LoadedBatches:
     """Batches that torch's DataLoader yields.
 
     A resumed task loads the earlier batches again, since the random numbers of a worker or a
-    stream depend on them.
+    stream depend on them. ``draws``: the batches may draw from this process's generators. They
+    then have states of their own, as a worker has, so that they can be loaded again alone.
     """
 
-    def __init__(self, batches: Iterator[Any], epoch: int) -> None:
-        self._batches, self.epoch = batches, epoch
+    def __init__(
+        self, batches: Iterator[tuple[int, Any]], epoch: int, *, draws: bool = False
+    ) -> None:
+        self._batches, self.epoch, self.rows = batches, epoch, 0
         self._taken = 0
+        self._states = random_states(_CPU) if draws else None
 
     def next(self) -> Any:
         """The next batch, collated."""
         self._taken += 1
-        return next(self._batches)
+        if self._states is None:
+            rows, batch = next(self._batches)
+        else:
+            outer = random_states(_CPU)
+            restore_random_states(self._states, _CPU)
+            try:
+                rows, batch = next(self._batches)
+            finally:
+                self._states = random_states(_CPU)
+                restore_random_states(outer, _CPU)
+        self.rows += rows
+        return batch
 
     @property
     def place(self) -> tuple[bytes, int]:
         """b"", and the number of batches taken since the task began."""
         return b"", self._taken
 
-    def skip_to(self, state: bytes, taken: int) -> None:
-        """Resume at a ``place``."""
+    def skip_to(self, state: bytes, taken: int, cancelled: Callable[[], bool]) -> None:
+        """Resume at a ``place``. Raises InterruptedError once ``cancelled()`` is true."""
         for _ in range(taken):
+            if cancelled():
+                raise InterruptedError
             self.next()
 
 
 def _loaded_rows(
     task: Collating, data: Dataset[Any], rows: Minibatches, solver: SolverSettings, seed: int
-) -> Iterator[Any]:
+) -> Iterator[tuple[int, Any]]:
     return iter(
         DataLoader(
             _Gathered(task, data),
@@ -233,13 +268,16 @@ def _loaded_rows(
 
 def _stream(
     task: Collating, data: Dataset[Any], solver: SolverSettings, seed: int
-) -> Iterator[Any]:
-    """Yield the batches of a stream, again and again. Raises DataError if the stream is empty."""
+) -> Iterator[tuple[int, Any]]:
+    """Yield the batches of a stream with their sizes, again and again.
+
+    Raises DataError if the stream is empty.
+    """
     loader: DataLoader[Any] = DataLoader(
         data,
-        solver.batch_size or 1,
+        solver.batch_size,
         num_workers=solver.workers,
-        collate_fn=task.collate,
+        collate_fn=partial(_counted, task),
         drop_last=solver.drop_last,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -253,13 +291,17 @@ def _stream(
 
 
 class _Gathered(Dataset[Any]):
-    """A data set whose items are batches; the row numbers of a batch are its index."""
+    """A data set whose items are batches, each with 0; its index are the batch's rows."""
 
     def __init__(self, task: Collating, data: Dataset[Any]) -> None:
         self._task, self._data = task, data
 
     def __getitem__(self, rows: torch.Tensor) -> Any:
-        return self._task.gather(self._data, rows)
+        return 0, self._task.gather(self._data, rows)
+
+
+def _counted(task: Collating, items: list[Any]) -> tuple[int, Any]:
+    return len(items), task.collate(items)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -110,6 +110,8 @@ def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
         version, words, gauss = msgpack.unpackb(python)
         random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), gauss))
         numbers, at, has_gauss, other = msgpack.unpackb(numpy)
+        if not 0 <= at <= len(words) // 4 - 1:  # numpy would read beyond its numbers
+            raise ValueError(f"place {at}")
         keys = np.frombuffer(numbers, "<u4")
         np.random.set_state(("MT19937", keys, at, has_gauss, other))
         setters: list[Callable[[torch.Tensor], None]] = [
@@ -119,7 +121,7 @@ def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
         # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
         for put, state in zip(setters, torchs, strict=False):
             put(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    except (RuntimeError, ValueError, TypeError, msgpack.UnpackException) as error:
+    except (RuntimeError, ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise BadMessage(
             f"the random generators' states do not fit this version of torch: {error}"
         ) from error

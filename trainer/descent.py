@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterable
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from fedstream.core.errors import ConfigError, DataError, LayoutMismatch
+from fedstream.core.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Floats, Model
 from fedstream.trainer import optimizer_state
 from fedstream.trainer.batches import Collating, batches_of
@@ -74,11 +76,10 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
     trained = [x for x in model.parameters() if x.requires_grad]
     if not trained:
         raise ConfigError(f"nothing to train: model() {_lack(model)}")
-    if work.solver.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
-    with seeded(work.seed):
+    with seeded(work.seed), _channels_last(model) if work.solver.channels_last else nullcontext():
         training = _begun(task, model, trained, data, work)
+        is_resumed = work.resume is not None
         while training.goes_on():
             if work.cancelled():
                 raise Cancelled(training.stop())
@@ -86,7 +87,30 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
                 training.step()
             except DataError as error:
                 raise DataError(f"device {work.device}: {error}") from error
-    return training.result()
+            except Exception as error:
+                if is_resumed:  # a state that no check before has found wrong; if the fault is the
+                    raise BadMessage(  # task's own, a start from x_tau shows it again
+                        f"the workspace cannot be continued: {type(error).__name__}: {error}"
+                    ) from error
+                raise
+            is_resumed = False
+        return training.result()
+
+
+@contextmanager
+def _channels_last(model: nn.Module) -> Iterator[None]:
+    """Keep the channels of all four-dimensional tensors last in memory, inside the block."""
+
+    def lay_out(how: torch.memory_format) -> None:
+        for tensor in _state(model):
+            if tensor.dim() == 4:
+                tensor.data = tensor.data.contiguous(memory_format=how)
+
+    lay_out(torch.channels_last)
+    try:
+        yield
+    finally:
+        lay_out(torch.contiguous_format)
 
 
 def _lack(model: nn.Module) -> str:
@@ -171,13 +195,23 @@ class _Descent:
         if solver.controls:
             c, c_i = _split(work.control, model), _split(work.device_control, model)
             self._at.correction = torch._foreach_sub(c, c_i)
-        self._optimizers = task.optimizers(model, solver)
+        self._optimizers = _checked(task.optimizers(model, solver))
+        self._groups = [group for one in self._optimizers for group in one.param_groups]
+        self._usual = [float(group["lr"]) for group in self._groups]
+        self._rates = [0.0] * len(self._groups)  # sums over the steps
         schedulers = (solver.scheduler(optimizer) for optimizer in self._optimizers)
         self._schedulers = [one for one in schedulers if one is not None]
-        self._groups = [group for one in self._optimizers for group in one.param_groups]
-        self._usual = [group["lr"] for group in self._groups]
         self._has_own_rate = type(solver).rate is not Solver.rate
-        self._rates = 0.0
+        if self._has_own_rate and self._schedulers:
+            raise ConfigError(
+                f"solver.kind = {solver.kind!r}: rate() and solver.lr_scheduler both set the rate: "
+                "leave one out"
+            )
+        if solver.controls and any(group.get("momentum") for group in self._groups):
+            raise ConfigError(
+                f"solver.kind = {solver.kind!r}: the optimizer or solver.lr_scheduler brings "
+                "momentum, but the control is the mean of plain steps: set cycle_momentum = false"
+            )
 
     def goes_on(self) -> bool:
         """Whether to take another step."""
@@ -201,26 +235,36 @@ class _Descent:
             self._direct()
         if self._has_own_rate:
             self._set_rate()
-        self._rates += self._groups[-1]["lr"]
+        for n, group in enumerate(self._groups):
+            self._rates[n] += float(group["lr"])
         for optimizer in self._optimizers:
             optimizer.step()
         for scheduler in self._schedulers:
-            scheduler.step()
+            try:
+                scheduler.step()
+            except ValueError as error:  # as if OneCycleLR has fewer steps than the task
+                raise ConfigError(f"solver.lr_scheduler: {error}") from error
         self._step += 1
 
     def result(self) -> Trained:
         """The result, once no step is left."""
         self._forget_gradients()
-        control, solver, lr = None, self._solver, None
+        control, solver, rates = None, self._solver, self._usual
         if self._has_own_rate or self._schedulers:
-            lr = self._rates / self._step
+            rates = [total / self._step for total in self._rates]
         if solver.controls:
-            way = torch._foreach_sub(self._start, self._x)
-            mean = torch._foreach_div(way, self._step * (lr or solver.lr))
+            of = {
+                id(x): self._step * rate
+                for group, rate in zip(self._groups, rates, strict=True)
+                for x in group["params"]
+            }
+            way = torch._foreach_sub(self._start, [x.detach() for x in self._trained])
+            mean = torch._foreach_div(way, [of[id(x)] for x in self._trained])
             control = _join(torch._foreach_sub(mean, self._at.correction), self._model)
-        batches = self._step * solver.accumulate
-        samples = self._about["samples"] or batches * solver.batch_size
-        return Trained(self._step, samples, self._loss.item() / batches, control, lr)
+        loss = self._loss.item() / (self._step * solver.accumulate)
+        samples = self._about["samples"] or self._batches.rows
+        lr = rates[-1]  # of the parameters in no group of their own
+        return Trained(self._step, samples, loss, control, None if lr == solver.lr else lr)
 
     def stop(self) -> Workspace | None:
         """Return a workspace to resume from, and reset the model to x_tau.
@@ -250,7 +294,7 @@ class _Descent:
             generators=random_states(self._x[0].device),
             x=x.buffer,
             x_tau=x_tau.buffer,
-            rates=self._rates,
+            rates=np.array(self._rates).tobytes(),
             optimizers=optimizers,
             memory={name: _join(own, self._model) for name, own in self._at.memory.items()},
             control=self._work.control,
@@ -265,15 +309,23 @@ class _Descent:
                     f"task {self._work.task}: the workspace belongs to other work: its {name} is "
                     f"{theirs}, not {ours}; train from the start"
                 )
-        self._step = saved.step
+        rates, in_all = np.frombuffer(saved.rates).tolist(), saved.step * self._solver.accumulate
+        is_possible = saved.step <= self._steps and 0.0 <= saved.seconds < math.inf
+        is_loaded = not saved.minibatches
+        if not is_possible or len(rates) != len(self._groups):
+            raise BadMessage("the workspace stopped at a step that its work cannot reach")
+        if is_loaded and saved.position != in_all:
+            raise BadMessage(f"the workspace has taken {saved.position} batches for {in_all}")
+        self._step, self._rates = saved.step, rates
         self._began_s -= saved.seconds
         self._loss += saved.loss
-        self._rates = saved.rates
         optimizer_state.restore(saved.optimizers, self._optimizers, self._schedulers)
-        self._groups = [group for one in self._optimizers for group in one.param_groups]
         for name, vector in saved.memory.items():
             self._at.memory[name] = _split(vector, self._model)
-        self._batches.skip_to(saved.minibatches, saved.position)
+        try:
+            self._batches.skip_to(saved.minibatches, saved.position, self._work.cancelled)
+        except InterruptedError:
+            raise Cancelled(saved) from None
         restore_random_states(saved.generators, self._x[0].device)
 
     def _seconds(self) -> float:
@@ -281,12 +333,14 @@ class _Descent:
 
     def _forget_gradients(self) -> None:
         """Free the gradients, which take a model's memory, without the optimizers' hooks."""
-        for x in self._trained:
-            x.grad = None
+        for group in ({"params": self._trained}, *self._groups):
+            for x in group["params"]:
+                x.grad = None
 
     def _direct(self) -> None:
         """Let the solver change the gradients."""
         self._at.n = self._step
+        self._at.x = [x.detach() for x in self._trained]  # an optimizer may replace the data
         g = self._solver.direction([_dense(x) for x in self._trained], self._at)
         if self._is_own:
             self._check(g)
@@ -324,6 +378,17 @@ class _Descent:
             f"solver.kind = {self._solver.kind!r}: direction() must return a list with one tensor "
             f"for each trained parameter, of the same shape; it returned {got}"
         )
+
+
+def _checked(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers of a task. Raises ConfigError for anything else."""
+    found: list[Any] = [*optimizers] if isinstance(optimizers, Iterable) else []
+    if not found or not all(isinstance(one, torch.optim.Optimizer) for one in found):
+        raise ConfigError("optimizers() must return a list of optimizers of torch.optim")
+    for one in found:
+        if any("lr" not in group for group in one.param_groups):
+            raise ConfigError(f"optimizers(): {type(one).__name__} has no learning rate, lr")
+    return found
 
 
 def _state(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ Tensors are in the format of safetensors, numbers as JSON in its metadata. JSON 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,31 +22,35 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 _HEADER = 8  # bytes: the length of safetensors' header, which begins with it
+_PAIRS = "pairs of a dict"  # whose keys are not text, as MultiStepLR's milestones
 
 
 def encoded(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> bytes | None:
-    """The state as bytes; None if a value is neither a dense tensor nor valid in JSON."""
+    """The state as bytes; None if it has values other than dense tensors and JSON's."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     groups = []
     for n, optimizer in enumerate(optimizers):
         state = optimizer.state_dict()
         for parameter, values in state["state"].items():
+            if not isinstance(parameter, int):
+                return None
             for name, value in values.items():
                 where = f"{n}.{parameter}.{name}"
                 if not isinstance(value, torch.Tensor):
                     numbers[where] = value
                 elif value.layout is torch.strided:
-                    tensors[where] = value.contiguous()
+                    tensors[where] = value.clone(memory_format=torch.contiguous_format)
                 else:
                     return None
         groups.append([{**group, "params": None} for group in state["param_groups"]])
     rates = [scheduler.state_dict() for scheduler in schedulers]
+    about = _plain({"numbers": numbers, "groups": groups, "schedulers": rates})
     try:
-        about = json.dumps({"numbers": numbers, "groups": groups, "schedulers": rates})
+        text = json.dumps(about)
     except (TypeError, ValueError):
         return None
-    return save(tensors, {"state": about})
+    return save(tensors, {"state": text}) if json.loads(text) == about else None
 
 
 def restore(
@@ -53,22 +58,49 @@ def restore(
 ) -> None:
     """Put fresh optimizers and schedulers into an encoded state.
 
-    Raises BadMessage if the bytes are invalid, or belong to other optimizers.
+    Raises BadMessage if the bytes are invalid, or of other optimizers.
     """
     try:
         end = _HEADER + int.from_bytes(data[:_HEADER], "little")
-        about = json.loads(json.loads(data[_HEADER:end])["__metadata__"]["state"])
-        values = {**load(data), **about["numbers"]}
-        for n, (optimizer, groups) in enumerate(zip(optimizers, about["groups"], strict=True)):
-            state = optimizer.state_dict()
-            for ours, theirs in zip(state["param_groups"], groups, strict=True):
+        about = _own(json.loads(json.loads(data[_HEADER:end])["__metadata__"]["state"]))
+        every = []
+        for optimizer, groups in zip(optimizers, about["groups"], strict=True):
+            for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+                if ours.keys() != theirs.keys():
+                    raise ValueError("a group has other arguments")
                 ours.update(theirs | {"params": ours["params"]})
-            for where, value in values.items():
-                number, parameter, name = where.split(".", 2)
-                if int(number) == n:
-                    state["state"].setdefault(int(parameter), {})[name] = value
-            optimizer.load_state_dict(state)
+            every.append([x for group in optimizer.param_groups for x in group["params"]])
+        # Not by load_state_dict, which would cast a float32 moment to its parameter's dtype.
+        for where, value in {**load(data), **about["numbers"]}.items():
+            number, place, name = where.split(".", 2)
+            parameter = every[int(number)][int(place)]
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                value = value.to(parameter.device)
+            optimizers[int(number)].state[parameter][name] = value
         for scheduler, rates in zip(schedulers, about["schedulers"], strict=True):
+            if rates.keys() - vars(scheduler).keys():
+                raise ValueError("a scheduler has other attributes")
             scheduler.load_state_dict(rates)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, LookupError, *_WRONG) as error:
         raise BadMessage(f"the workspace's optimizer state cannot be read: {error}") from error
+
+
+_WRONG = (ValueError, TypeError, AttributeError, RuntimeError, RecursionError, OverflowError)
+
+
+def _plain(value: Any) -> Any:
+    """A value in the types of JSON, as far as these can express it."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(inner) for key, inner in value.items()}
+        return {_PAIRS: [[key, _plain(inner)] for key, inner in value.items()]}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _own(value: Any) -> Any:
+    """The inverse of :func:`_plain`, but for tuples, which stay lists."""
+    if isinstance(value, dict):
+        if value.keys() == {_PAIRS}:
+            return Counter(dict(value[_PAIRS]))
+        return {key: _own(inner) for key, inner in value.items()}
+    return [_own(inner) for inner in value] if isinstance(value, list) else value

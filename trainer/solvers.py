@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -34,6 +36,7 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
 from fedstream.runtime.config import NamedSettings, Positive, Section, check
 from fedstream.runtime.plugins import OneOf, PluginRegistry
+from fedstream.runtime.text import did_you_mean
 from fedstream.trainer.compression import Compression, NoCompression
 from fedstream.trainer.schedules import ConstantRate, RateSchedule
 from fedstream.trainer.workspace import Workspace
@@ -76,6 +79,9 @@ class Iterate:
         return self.memory[name]
 
 
+_SHOWN = 8  # names of parameters in an error
+
+
 class ParameterGroup(Section):
     """Arguments of the optimizer for some parameters; those left out are as in the solver."""
 
@@ -109,8 +115,13 @@ class LrSchedule(Section):
             )
         if issubclass(found, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError("solver.lr_scheduler.kind: a task measures nothing to wait for")
+        given, arguments = self.model_extra or {}, inspect.signature(found).parameters
+        for name in given:
+            if name not in arguments:
+                hint = did_you_mean(name, arguments)
+                raise ConfigError(f"solver.lr_scheduler.{name}: {self.kind} has no such key{hint}")
         try:
-            return found(optimizer, **(self.model_extra or {}))
+            return found(optimizer, **given)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"solver.lr_scheduler: {error}") from error
 
@@ -172,9 +183,9 @@ class Solver(NamedSettings):
     def _groups_fit(self) -> Self:
         """Check the groups' arguments as the solver's own keys are checked."""
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "groups"}
+        known = sorted(self.arguments())
         for n, group in enumerate(self.groups):
             for name, value in (group.model_extra or {}).items():
-                known = sorted(self.arguments())
                 if name not in known:
                     raise ValueError(
                         f"groups[{n}].{name}: the optimizer has no such argument; it has "
@@ -183,8 +194,9 @@ class Solver(NamedSettings):
                 try:
                     type(self).model_validate(own | {name: value})
                 except ValidationError as error:
-                    why = error.errors()[0]["msg"]
-                    raise ValueError(f"groups[{n}].{name} = {value}: {why}") from error
+                    wrong = [one["msg"] for one in error.errors() if one["loc"][:1] == (name,)]
+                    if wrong:  # else the solver's own keys are, which is told elsewhere
+                        raise ValueError(f"groups[{n}].{name} = {value}: {wrong[0]}") from error
         return self
 
     def at(self, version: int) -> Self:
@@ -223,18 +235,25 @@ class Solver(NamedSettings):
         The last group has those that match no pattern. Raises ConfigError if a group is empty.
         """
         rest = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        names: dict[int, list[str]] = {}  # a tied parameter has several
+        for name, x in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(x), []).append(name)
         found: list[dict[str, Any]] = []
         for n, group in enumerate(self.groups):
             patterns = group.parameters
-            names = [name for name in rest if any(fnmatchcase(name, one) for one in patterns)]
-            if not names:
+            matched = [
+                name
+                for name, x in rest.items()
+                if any(fnmatchcase(other, one) for other in names[id(x)] for one in patterns)
+            ]
+            if not matched:
                 raise ConfigError(
                     f"solver.groups[{n}].parameters = {list(patterns)}: no trained parameter "
-                    "outside the groups before matches; their names are those of "
-                    "model().named_parameters()"
+                    f"matches; those in no earlier group are {', '.join([*rest][:_SHOWN])}"
+                    + (", ..." if len(rest) > _SHOWN else "")
                 )
             found.append(
-                {"params": [rest.pop(name) for name in names], **(group.model_extra or {})}
+                {"params": [rest.pop(name) for name in matched], **(group.model_extra or {})}
             )
         return [*found, {"params": [*rest.values()]}] if rest else found
 
@@ -410,7 +429,8 @@ class RMSpropSolver(OptimizerSolver):
     centered: bool = False
 
 
-_IMPLEMENTATION = {"params", "maximize", "foreach", "fused", "capturable", "differentiable"}
+_UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_IMPLEMENTATION = {"maximize", "foreach", "fused", "capturable", "differentiable"}
 
 
 def _of_optimizer(kind: type[Any]) -> type[OptimizerSolver]:
@@ -422,15 +442,17 @@ def _of_optimizer(kind: type[Any]) -> type[OptimizerSolver]:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(f"{kind.__name__}.step needs a closure; a task computes the loss once")
-    arguments = {
-        name: one
-        for name, one in inspect.signature(kind).parameters.items()
-        if name not in _IMPLEMENTATION and one.kind is not one.VAR_KEYWORD
-    }
-    fields: dict[str, Any] = {
-        name: (_type_of(one.default), ... if one.default is one.empty else one.default)
-        for name, one in arguments.items()
-    }
+    _parameters, *given = inspect.signature(kind).parameters.values()
+    arguments = {one.name: one for one in given if one.name not in _IMPLEMENTATION}
+    if "lr" not in arguments or any(one.kind in _UNNAMED for one in given):
+        raise ConfigError(f"{kind.__name__}() must name its arguments, and lr among them")
+    fields: dict[str, Any] = {}
+    for name, one in arguments.items():
+        if one.default is one.empty:
+            fields[name] = (Any, ...)
+        else:  # a default is left out of what is recorded: TOML has no None
+            left_out = Field(one.default, exclude_if=partial(operator.eq, one.default))
+            fields[name] = (_type_of(one.default), left_out)
     made = create_model(
         kind.__name__, __base__=OptimizerSolver, __module__=kind.__module__, **fields
     )
@@ -441,11 +463,15 @@ def _of_optimizer(kind: type[Any]) -> type[OptimizerSolver]:
 def _type_of(default: object) -> Any:
     """The type of an argument with this default."""
     match default:
+        case tuple() if None in default:
+            return Annotated[tuple[Any, ...], Field(strict=False)]
         case tuple():
             return Annotated[tuple[float, ...], Field(strict=False)]
         case bool():
             return bool
-        case int() | float():
+        case int():
+            return int | float
+        case float():
             return float
     return Any
 

@@ -99,8 +99,8 @@ class Workspace(BaseModel):
     x: Block
     """the current model"""
     x_tau: Block
-    rates: float = 0.0
-    """sum of the steps' learning rates"""
+    rates: bytes
+    """a float64 for each parameter group: the sum of its learning rates over the steps"""
     optimizers: bytes
     """states of the optimizers and schedulers (:mod:`fedstream.trainer.optimizer_state`)"""
     control: Vector | None = None

@@ -16,8 +16,12 @@ from fedstream.core.errors import ConfigError
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The most similar known name; None if none is similar (``likeness``: from 0 to 1)."""
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+    """The most similar known name, in upper or lower case; None if none is similar.
+
+    ``likeness``: from 0 to 1.
+    """
+    names = {one.lower(): one for one in known}
+    return next(map(names.get, get_close_matches(name.lower(), names, n=1, cutoff=likeness)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:

@@ -99,7 +99,8 @@ def try_task(
         training = measuring = settings.simulation.device
     else:
         numbers = settings.trainer.owns or numbers
-    if settings.solver.precision == "bf16" and not has_bfloat16(training):
+    solvers = (settings.solver, *Solvers(settings.solver, settings.solvers).others.values())
+    if not has_bfloat16(training) and any(one.precision == "bf16" for one in solvers):
         line(
             "solver.precision = bf16: this processor has no bfloat16 instructions, so a step may "
             "take 12 times as long as in float32",

@@ -34,12 +34,16 @@ class MyTask(Task):
     # The default is the cross entropy of (x, y). Another loss:
     # def loss(self, model, batch):
     #     x, y = batch
-    #     return nn.functional.mse_loss(model(x), y)
+    #     return nn.functional.mse_loss(model(x).squeeze(1), y)
 
     # The default is accuracy and loss. Other metrics, without gradients, in evaluation mode:
     # def metrics(self, model, data):
     #     x, y = self.gather(data, torch.arange(len(data)))
-    #     return {"rmse": float((model(x) - y).square().mean().sqrt())}
+    #     return {"rmse": float((model(x).squeeze(1) - y).square().mean().sqrt())}
+
+    # Rows drawn with weights, all random numbers from the generator:
+    # def sampler(self, data, generator):
+    #     return WeightedRandomSampler(self.weights, len(data), generator=generator)
 
     # Items of different lengths:
     # def collate(self, items):

@@ -235,6 +235,7 @@ def _workspaces() -> list[dict[str, Any]]:
         generators=(b"1",),
         x=model.buffer,
         x_tau=model.buffer,
+        rates=bytes(8),
         optimizers=b"",
         control=model.parameters,
     )
