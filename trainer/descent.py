@@ -163,7 +163,10 @@ class _Descent:
             raise ConfigError(
                 f"an IterableDataset has no length: {wrong} needs a map-style data set"
             )
-        self._batches = batches_of(task, data, samples, solver, work.seed)
+        try:
+            self._batches = batches_of(task, data, samples, solver, work.seed)
+        except DataError as error:
+            raise DataError(f"device {work.device}: {error}") from error
         steps = work.steps
         if work.epochs:
             steps = math.ceil(work.epochs * self._batches.epoch / solver.accumulate)

@@ -497,8 +497,15 @@ def _types_of(field: FieldInfo) -> list[object]:
 
 
 def _has_alternatives(types: Sequence[object]) -> bool:
-    """Whether a table of these types has alternatives."""
-    return len(types) > 1 or any(isinstance(one, OneOf) for one in types)
+    """Whether a table of these types has alternatives: classes, or keys that its kind decides."""
+    return len(types) > 1 or any(isinstance(one, OneOf) or _is_open(one) for one in types)
+
+
+def _is_open(one: object) -> bool:
+    """Whether a type is a table whose ``kind`` decides which other keys it may have."""
+    return (
+        _is_model(one) and one.model_config.get("extra") == "allow" and "kind" in one.model_fields
+    )
 
 
 def _resolved(

@@ -180,16 +180,19 @@ class Augmenting(Normed):
 def bits(task: Task, piece: Work) -> list[bytes]:
     """The parameters of a fresh model that a task has trained."""
     with seeded(0):
-        model = nn.Linear(5, 2)
+        model = nn.Sequential(nn.Linear(5, 2), nn.Dropout(0.2))
     task.train(model, task.device_data(piece.device), piece)
     return [x.detach().numpy().tobytes() for x in model.parameters()]
 
 
-def stopped(task: Task, piece: Work) -> Workspace:
-    """The workspace of a task that is interrupted after two more steps."""
+def stopped(task: Task, piece: Work, asks: int = 2) -> Workspace:
+    """The workspace of a task that is interrupted when it asks for the third time.
+
+    It asks before each step, and before each batch that is loaded again.
+    """
     asked = count()
     with pytest.raises(Cancelled) as caught:
-        bits(task, replace(piece, cancelled=lambda: next(asked) == 2))
+        bits(task, replace(piece, cancelled=lambda: next(asked) == asks))
     assert caught.value.workspace is not None
     return Workspace.decode(caught.value.workspace.encode())
 
@@ -202,7 +205,7 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         for n in range(self._items):
-            yield torch.full((5,), random.random()), n % 2
+            yield torch.rand(5) * random.random(), n % 2
 
 
 class Streaming(Normed):
@@ -213,6 +216,9 @@ class Streaming(Normed):
 
     def test_data(self) -> None:
         return None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 2))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
@@ -226,7 +232,8 @@ def test_one_seed_gives_the_same_bits_whatever_draws(task: Task, workers: int) -
     torch.manual_seed(1)
     before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
     assert bits(task, piece) == first != bits(task, replace(piece, seed=6))
-    saved = stopped(task, replace(piece, resume=stopped(task, piece)))
+    first_saved, again = stopped(task, piece), 2 if isinstance(task, Streaming) or workers else 0
+    saved = stopped(task, replace(piece, resume=first_saved), asks=2 + again)
     assert saved.step == 4
     assert bits(task, replace(piece, resume=saved)) == first
     after = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
@@ -242,7 +249,7 @@ def test_simulated_augmentation_is_repeatable() -> None:
 def test_a_stream_is_trained_by_steps_and_counts_its_samples() -> None:
     task = Streaming()
     trained = task.train(task.model(), task.device_data(0), work_of(Sgd(batch_size=4), steps=5))
-    assert (trained.steps, trained.samples) == (5, 20)
+    assert (trained.steps, trained.samples) == (5, 18)  # the last batch of a pass has two
     with pytest.raises(ConfigError, match="has no length: epochs needs a map-style data set"):
         bits(task, work_of(Sgd(batch_size=4), steps=None, epochs=1))
     with pytest.raises(ConfigError, match="batch_size = 0 needs"):
@@ -276,3 +283,23 @@ def test_a_tasks_sampler_gives_the_rows_of_a_pass(workers: int) -> None:
     assert (trained.steps, trained.samples) == (6, 33)
     piece = work_of(solver, steps=7)
     assert bits(task, replace(piece, resume=stopped(task, piece))) == bits(task, piece)
+
+
+class Wrong(Normed):
+    def __init__(self, rows: Any) -> None:
+        self._given = rows
+
+    def sampler(self, data: Dataset[Any], generator: torch.Generator) -> Any:
+        return self._given
+
+
+@pytest.mark.parametrize("rows", [[], [33], [-1], [[0, 1]], torch.zeros(0), np.array([[1]])])
+def test_a_wrong_sampler_is_named(rows: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"device 3: sampler\(\) must give row numbers from 0 to 32"
+    ):
+        bits(Wrong(rows), work_of(Sgd(), steps=1))
+
+
+def test_a_sampler_may_give_a_tensor() -> None:
+    assert bits(Wrong(torch.arange(33)), work_of(Sgd(batch_size=33), steps=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,8 +24,6 @@ from fedstream.trainer.workspace import Workspace
 from tests.trainer.stepping import work_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fedstream.trainer.solvers import Tensors
 
 PROGRAM = """
@@ -280,12 +279,26 @@ def test_a_users_optimizer_is_a_solver_with_its_arguments_as_keys(tmp_path: Path
         ),
         (["lr_scheduler={kind='Step'}"], "kind = 'Step': must be a class of torch.optim.lr_sch"),
         (["lr_scheduler={kind='StepLR'}"], "solver.lr_scheduler: .*missing 1 .*'step_size'"),
+        (["lr_scheduler={kind='StepLR', step_sise=2}"], "no such key; did you mean 'step_size'"),
+        (["kind=AdamW", "lr=0.1"], "did you mean 'adamw'"),
         (["lr_scheduler={kind='ReduceLROnPlateau'}"], "measures nothing to wait for"),
     ],
 )
 def test_a_wrong_key_of_an_optimizer_is_named(keys: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parameters(*keys)
+
+
+def test_another_kind_of_schedule_drops_the_keys_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[solver]\nlr_scheduler = {kind = 'CosineAnnealingLR', T_max = 8}\n")
+    keys = ["solver.lr_scheduler.kind=StepLR", "solver.lr_scheduler.step_size=4"]
+    found = read(file, keys).solver.lr_scheduler
+    assert found is not None
+    assert found.model_dump() == {"kind": "StepLR", "step_size": 4}
+    changed = read(file, ["solver.lr_scheduler.T_max=9"]).solver.lr_scheduler
+    assert changed is not None
+    assert changed.model_dump() == {"kind": "CosineAnnealingLR", "T_max": 9}
 
 
 def test_a_schedule_over_versions_scales_the_rates_of_groups() -> None:

@@ -437,3 +437,52 @@ def test_same_bits_with_all_options() -> None:
     assert all(map(torch.equal, by_task(task, solver, resume=saved), expected))
     result = task.train(task.model(), task.data, work_of(solver, steps=STEPS, resume=saved))
     assert result.lr == pytest.approx(sum(rates) / STEPS)  # by which strategies divide
+
+
+SCHEDULES = (
+    "kind='StepLR', step_size=2",
+    "kind='MultiStepLR', milestones=[1, 3]",
+    "kind='LinearLR', total_iters=3",
+    "kind='ExponentialLR', gamma=0.5",
+    "kind='CosineAnnealingWarmRestarts', T_0=2",
+    "kind='OneCycleLR', max_lr=0.2, total_steps=20",
+    "kind='CyclicLR', base_lr=0.01, max_lr=0.1, step_size_up=2",
+    "kind='PolynomialLR', total_iters=4",
+)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_goes_on_where_it_was(schedule: str) -> None:
+    task = Kind("linear")
+    solver = solver_of("nesterov", f"lr_scheduler={{{schedule}}}")
+    expected = by_task(task, solver)
+    assert not all(map(torch.equal, by_task(task, solver_of("nesterov")), expected))
+    saved: Workspace | None = None
+    for _ in range(STEPS - 1):
+        saved = interrupted(task, solver, resume=saved)
+        assert all(map(torch.equal, by_task(task, solver, resume=saved), expected))
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "Adafactor"])
+@pytest.mark.parametrize("kind", ["perceptron", "bfloat16 layer"])
+def test_same_bits_of_an_optimizer_by_its_class(name: str, kind: str) -> None:
+    task = Kind(kind)
+    keys = (f"kind=torch.optim:{name}", "lr=0.01", f"batch_size={BATCH}")
+    solver = settings_of(None, [f"solver.{key}" for key in keys]).solver
+    expected = plain(task, lambda x: getattr(torch.optim, name)(x, lr=0.01))
+    assert all(map(torch.equal, by_task(task, solver), expected))
+    saved = interrupted(task, solver, resume=interrupted(task, solver))
+    assert saved is not None
+    assert all(map(torch.equal, by_task(task, solver, resume=saved), expected))
+
+
+def test_a_task_leaves_its_module_as_it_was() -> None:
+    """The next task of the same trainer may have another solver."""
+    task, usual = Kind("convolution with batch norm"), solver_of("sgd")
+    expected = by_task(task, usual)
+    module, first = task.model(), task.model().state_dict()
+    task.train(module, task.data, work_of(solver_of("sgd", "channels_last=true"), steps=STEPS))
+    assert all(x.is_contiguous() and x.grad is None for x in module.parameters())
+    module.load_state_dict(first)
+    task.train(module, task.data, work_of(usual, steps=STEPS))
+    assert all(map(torch.equal, bits(module), expected))

@@ -23,6 +23,8 @@ from fedstream.trainer.descent import solve
 from fedstream.trainer.solvers import (
     Cancelled,
     DriftCorrected,
+    LrSchedule,
+    ParameterGroup,
     Proximal,
     Sgd,
     SolverSettings,
@@ -119,6 +121,36 @@ def test_first_scaffold_task_is_sgd_and_keeps_the_mean_gradient() -> None:
     assert torch.equal(plain.x, corrected.x)
     assert trained.control == pytest.approx((1.0 - corrected.x.detach().numpy()) / 0.4)
     assert solve(Quadratic(), plain, data, work(Sgd())).control is None
+
+
+def test_a_control_divides_by_the_rate_of_each_group() -> None:
+    """One step of the full gradient: the control of SCAFFOLD's first task is the gradient."""
+    task = Noisy()
+    usual = DriftCorrected(lr=0.1, batch_size=0)
+    grouped = DriftCorrected(
+        lr=0.1, batch_size=0, groups=(ParameterGroup(parameters=("0.*",), lr=1.0),)
+    )
+    found = []
+    for solver in (usual, grouped):
+        module, model = task.model(), initial(task, seed=0)
+        load(model, module)
+        trained = task.train(module, task.device_data(0), work(solver))
+        assert trained.control is not None
+        found.append(trained.control)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"kind": "OneCycleLR", "max_lr": 0.1, "total_steps": 9},
+        {"kind": "CyclicLR", "base_lr": 0.1, "max_lr": 0.2},
+    ],
+)
+def test_a_schedule_brings_no_momentum_to_scaffold(schedule: dict[str, Any]) -> None:
+    task, solver = Noisy(), DriftCorrected(lr=0.1, lr_scheduler=LrSchedule(**schedule))
+    with pytest.raises(ConfigError, match="momentum"):
+        task.train(task.model(), task.device_data(0), work(solver))
 
 
 def test_controls_do_not_change_frozen_parameters() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -15,6 +18,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -161,8 +165,48 @@ def test_workspace_of_another_layout_or_torch_is_rejected() -> None:
         {"minibatches": b""},
         {"generators": (*saved.generators[:2], b"x" * 5056)},
     ):
-        with pytest.raises(BadMessage, match="not fit this version of torch"):
+        with pytest.raises(BadMessage, match=r"not fit this version of torch|has taken 1 batch"):
             trained(replace(piece, resume=saved.model_copy(update=damaged)))
+
+
+def states(**changed: Any) -> bytes:
+    """The encoded state of an optimizer, with other content of its JSON."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.3, 0.5, foreach=True)
+    about: dict[str, Any] = {"numbers": {}, "groups": [[{**optimizer.param_groups[0]}]]}
+    about["groups"][0][0]["params"] = None
+    return save({}, {"state": json.dumps(about | {"schedulers": []} | changed)})
+
+
+def with_place(saved: Workspace, place: int) -> tuple[bytes, ...]:
+    """The generators' states with another place in numpy's numbers, which numpy does not check."""
+    python, numpy, *rest = saved.generators
+    numbers, _, *more = msgpack.unpackb(numpy)
+    return python, msgpack.packb((numbers, place, *more)), *rest
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: {"optimizers": b""},
+        lambda _: {"optimizers": states(groups=[])},
+        lambda _: {"optimizers": states(groups=[[{"lr": 0.3, "params": None}]])},
+        lambda _: {"optimizers": states(numbers={"9.0.step": 1})},
+        lambda _: {"optimizers": states(numbers={"0.99.step": 1})},
+        lambda _: {"optimizers": states(numbers={"0.0.momentum_buffer": 5})},
+        lambda _: {"optimizers": states(schedulers=[{"step": 5}])},
+        lambda saved: {"generators": with_place(saved, 10**9)},
+        lambda saved: {"generators": with_place(saved, 2**40)},
+        lambda _: {"rates": b""},
+        lambda _: {"rates": bytes(16)},
+        lambda _: {"step": STEPS + 1},
+        lambda _: {"seconds": math.nan},
+    ],
+)
+def test_a_hostile_workspace_is_a_bad_message(damage: Callable[[Workspace], Any]) -> None:
+    piece = work(Sgd(momentum=0.5))
+    saved = interrupted(piece, 2)
+    with pytest.raises(BadMessage):
+        trained(replace(piece, resume=saved.model_copy(update=damage(saved))))
 
 
 SAVED = interrupted(work(DriftCorrected()), 2)
