@@ -5,8 +5,9 @@ Chunks move 2 to 5 times faster than a single value of 100 MB and stay far below
 reused. It has an expiry that admission removes, so leftovers of a crashed writer go away by
 themselves.
 
-A blob's field ``size`` has its size. An encoded model has a field with its format, size and digest
-instead: to a release that knows no formats the blob seems to be missing, and it waits.
+The field ``size`` of a blob has the blob's size in bytes. The blob of an encoded model has a field
+with format, size and digest instead, so a release that knows no formats takes the blob for missing
+and waits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def chunks_of(size: int) -> int:
 
 
 def _statement(size: int, encoded: Encoded | None) -> tuple[bytes, bytes]:
-    """The field with the blob's size, or with an encoded model's description, and its value."""
+    """Name and value of the field with the blob's size, or with an encoded model's description."""
     return (_ENCODED, encoded.text.encode()) if encoded else (SIZE, b"%d" % size)
 
 
@@ -101,12 +102,12 @@ async def read(
 ) -> None:
     """Read the blob under ``key`` into a payload of its size and check its size and digest.
 
-    ``digest``: of the bytes; None: the caller checks the digest. ``chunks``: the number of chunks
-    that the entry states; None: an earlier release wrote the entry, so this release's chunk size is
-    assumed. ``encoded``: as for :func:`write`. Accepts chunks of any length, so use it only for
-    blobs that no site can write: models, and updates whose lengths admission has checked. Raises
-    BlobMissing if there is no blob, BlobDamaged if size or digest differ; the payload's bytes are
-    then undefined.
+    ``digest``: the expected digest of the bytes; None: the caller checks the digest. ``chunks``:
+    the number of chunks that the entry states; None: an earlier release wrote the entry, so this
+    release's chunk size is assumed. ``encoded``: as for :func:`write`. Accepts chunks of any
+    length, so use it only for blobs that no site can write: models, and updates whose lengths
+    admission has checked. Raises BlobMissing if there is no blob, BlobDamaged if size or digest
+    differ; the payload's bytes are then undefined.
     """
     data = into.buffer.data
     size = data.nbytes
@@ -166,7 +167,7 @@ class Wanted:
 
     @property
     def numbers(self) -> range:
-        """The numbers of its chunks."""
+        """The numbers of the update's chunks."""
         return range(chunks_of(self.into.buffer.nbytes) if self.chunks is None else self.chunks)
 
 
@@ -210,7 +211,7 @@ async def _failure(client: Client, one: Wanted) -> BlobMissing | BlobDamaged | N
 
 
 def _asking(key: str, field: bytes, numbers: range) -> list[Command]:
-    """The commands that read ``field`` of a blob, and chunks."""
+    """The commands that read ``field`` of a blob, and the chunks with these numbers."""
     return [("HGET", key, field), *(("HGET", key, n) for n in numbers)]
 
 
@@ -246,7 +247,10 @@ async def _of(
     commands: Sequence[Command],
     into: Sequence[memoryview | None] | None = None,
 ) -> list[Any]:
-    """Send commands that read a blob. Raises BlobDamaged if the key holds another type."""
+    """Send commands that read a blob; return the replies.
+
+    Raises BlobDamaged if the key holds a value of another type.
+    """
     try:
         return await client.pipeline(commands, into=into)
     except Foreign as error:  # a site may write a value of any type under an update's key
@@ -280,7 +284,7 @@ async def stated(client: Client, key: str) -> tuple[int | None, Encoded | None]:
 
 
 async def recall(client: Client, key: str, into: Payload) -> bool:
-    """Read a blob that states its own digest, as handed-out vectors do; False if there is none.
+    """Read a blob that states its own digest, as handed-out vectors do; False if it is missing.
 
     Raises BlobDamaged or BlobMissing if the blob is replaced meanwhile: read it again.
     """

@@ -155,7 +155,7 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
 
 
 def registers(keys: Keys, some: Iterable[bytes]) -> list[bytes]:
-    """The gateways' registers among ``some`` keys: those of their keys that don't expire."""
+    """The gateways' registers in ``some``: all keys of gateways except nonces and uploads."""
     start = len(keys.prefix.encode())
     return [name for name in _of(keys, some, "gateway:") if not _OF_GATEWAYS.match(name, start)]
 
@@ -206,10 +206,10 @@ async def expire_unowned(
 async def cap_workspaces(
     client: Client, keys: Keys, some: Iterable[bytes], held: dict[str, int], most: int
 ) -> set[str]:
-    """Expire invalid workspaces, and those beyond ``most`` bytes per site; return these sites.
+    """Expire invalid workspaces, and those beyond ``most`` bytes per site; return their sites.
 
-    The pool's workspaces are kept. ``held``: bytes of each site in the keys seen so far; updated
-    with those of ``some``.
+    The pool's workspaces are kept. ``held``: the bytes of each site's workspaces that were kept so
+    far; this call adds those that it keeps.
     """
     ours = (keys.prefix + _WORKSPACES).encode()
     places = {
@@ -275,11 +275,11 @@ async def find_lost(
 async def ended_unlike(
     client: Client, keys: Keys, done: Callable[[str], End | None], look: str
 ) -> list[End]:
-    """Find tasks that are open in Redis, or ended otherwise, although ``done`` has their end.
+    """Find the tasks whose end in ``done`` Redis lacks: there they are open or ended otherwise.
 
     There are such tasks after Redis fell back to an older state: they were open again, and another
-    answer could end them. Returns the ends in ``done``. ``look`` is written to Redis first: while
-    it is there, Redis has not fallen back to a state before this search.
+    answer could end them. Returns their ends from ``done``. ``look`` is written to Redis first:
+    while it is there, Redis has not fallen back to a state before this search.
     """
     _, opened, ended = await client.pipeline(
         [("HSET", keys.tokens, "look", look), ("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)]

@@ -300,7 +300,10 @@ class Client:
         return translated
 
     def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:
-        """Follow a redirect: the node for this exchange alone, or None if the slot has moved."""
+        """Follow a redirect: return the node for this exchange alone.
+
+        Returns None if the slot has moved: its new node is the current one from now on.
+        """
         # A node that doesn't know its own name sends an empty host: it means itself.
         here = self._place[0] if self._place else ""
         place = (failure.host or here, failure.port)
@@ -437,7 +440,10 @@ class Client:
             raise self._lost_redis(error, generation) from error
 
     def _lost_redis(self, error: Exception, generation: int) -> BrokerError:
-        """Translate the failure of a connection of this generation."""
+        """Translate the failure of a connection.
+
+        Forgets the current node, unless the connection is of an earlier ``generation``.
+        """
         translated = self._translated(error)
         self._lost = True
         if self._guide is not None and generation == self._generation:
@@ -469,7 +475,7 @@ class Client:
         return link
 
     def _taken_over(self, connection: Connection) -> Link:
-        """Take the transport of a connection after redis-py's handshake, as a link."""
+        """Make a link from the transport of a connection, after redis-py's handshake."""
         reader, writer = connection._reader, connection._writer  # noqa: SLF001
         if reader is None or writer is None or reader.at_eof() or writer.transport.is_closing():
             raise exceptions.ConnectionError("Connection closed by server.")  # or reset
@@ -514,7 +520,7 @@ class Client:
     async def read_certificates(self) -> None:
         """Update :attr:`certificates` by new handshakes: open connections may have older ones.
 
-        An untrusted server keeps its entry; an unreachable server loses it.
+        An untrusted server's earlier entry stays; an unreachable server's entry is removed.
         """
         current = () if self._place is None else (self._place,)
         places = {*self.places, *current, *self.certificates}
@@ -611,7 +617,7 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
 
 
 async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[str, Any]:
-    """A server's certificate; empty if the context verifies none. Raises OSError."""
+    """Read a server's certificate; {} if the context verifies no certificates. Raises OSError."""
     _, writer = await asyncio.open_connection(*place, ssl=context)
     shown: Mapping[str, Any] | None = writer.get_extra_info("peercert")
     writer.transport.abort()
@@ -619,7 +625,7 @@ async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[
 
 
 def _ends(shown: Mapping[str, Any], context: ssl.SSLContext) -> float:
-    """When a certificate or the trusted authority that signed it expires (seconds since 1970)."""
+    """The time (seconds since 1970) at which a certificate or its trusted authority expires."""
     chain = [shown, *(one for one in context.get_ca_certs() if one["subject"] == shown["issuer"])]
     return min(ssl.cert_time_to_seconds(one["notAfter"]) for one in chain)
 
@@ -666,6 +672,6 @@ def _raise_passing(replies: Sequence[Any]) -> None:
 
 
 def _is_done(command: Command, reply: Any) -> bool:
-    """Whether a command took effect; MULTI and commands that were only queued did not."""
+    """Whether a command took effect, by its reply: MULTI and commands only queued did not."""
     failed = isinstance(reply, exceptions.ResponseError)
     return not failed and command[0] != "MULTI" and reply != b"QUEUED"

@@ -89,7 +89,7 @@ class Sentinels(Discovery):
 
 
 class Cluster(Discovery):
-    """A cluster, any node of which knows the slots' nodes; nodes it names can be asked too."""
+    """A cluster. Each of its nodes knows the node of every slot, and names further nodes to ask."""
 
     def __init__(self, node: Address) -> None:
         super().__init__([node])

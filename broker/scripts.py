@@ -108,8 +108,9 @@ async def run(client: Client, command: Command, *, ahead: Sequence[Command] = ()
 
     Raises NoScript if this user may not load scripts; a service will load them.
 
-    ``ahead``: commands sent before the script in the same write. If one of them fails, this raises
-    its error, but the script has run all the same, so the script must check their effect.
+    ``ahead``: commands sent before the script in the same write. If one of these fails, this raises
+    its error, but the script has run all the same: the script must check the effect of the
+    commands.
     """
     try:
         return (await client.pipeline([*ahead, command]))[-1]

@@ -229,8 +229,8 @@ class EntryIntake:
     ) -> None:
         """Move an entry to ``dead``, and end its task if it names one.
 
-        ``site``: the site of the stream, if not an inbox. ``found``: a trainer's report, in this
-        entry, of an unreadable entry.
+        ``site``: the site of the entry's stream, unless that is an inbox. ``found``: the report in
+        this entry about an unreadable entry, by a trainer.
         """
         task: Assignment | Trigger | Upload | GiveUp | None = None
         for kind in (Assignment, Trigger, Upload, GiveUp):

@@ -1,4 +1,4 @@
-"""What the updater writes to Redis: models, devices' vectors, and the commits that name them.
+"""The updater's writes to Redis: models, devices' vectors, and the commits that name them.
 
 Models and vectors are written before the script that names them, and deleted by such a script;
 these scripts check the fencing token. A blob that no script ever names expires.

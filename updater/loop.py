@@ -101,7 +101,7 @@ class Loop:
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
 
     async def begin(self) -> bool:
-        """Recover the state; return whether this updater may continue from one."""
+        """Recover the state; False if another updater was faster, so that there is none."""
         try:
             state = await self.recovery.recover()
         except OutOfMemory:
@@ -237,7 +237,8 @@ class Loop:
     def _look(self) -> Look | None:
         """A read of the queue to send with a commit, if reading is the next step.
 
-        None while a read is under way, from an earlier commit that succeeded before one failed.
+        None while a read is under way. A read that was sent with an earlier commit may be, if a
+        later commit failed.
         """
         busy = self.recorder.is_full or self.state.finished != self.state.sealed
         if busy or self.intake.backlog or self.intake.looking is not None:

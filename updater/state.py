@@ -136,7 +136,7 @@ class Ends:
             self.index.add(self._done.pop(next(iter(self._done))))
 
     def copy(self) -> Ends:
-        """A copy with the journalled ends only, to which others can be added."""
+        """A copy with the journalled ends only, to which other ends can be added."""
         return Ends(self.index, self.done, self.controls)
 
 
@@ -215,7 +215,7 @@ class RunState:
         )
 
     def apart(self, into: Model | None) -> RunState:
-        """The same state with a copy of the strategy's memory, its sum in ``into``."""
+        """The same state with a copy of the strategy's memory. ``into``: takes the copy's sum."""
         progress = self.progress
         state = replace(progress.state, memory=progress.state.memory.copy(into))
         return replace(self, progress=replace(progress, state=state))

@@ -106,7 +106,7 @@ async def _taken(group: Group, taking: Awaitable[list[Any]]) -> tuple[list[Entry
 
 
 class ComingTask:
-    """A read of a task stream under way."""
+    """A read of a task stream, which is under way."""
 
     def __init__(self, group: Group, started: Started) -> None:
         self._group = group

@@ -88,7 +88,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         return bool(admitted == upload.attempt.encode())
 
     async def ended(self) -> list[Upload]:
-        """Read the queued updates whose tasks have ended, which only remain to be deleted."""
+        """Read the queued updates whose tasks have ended, and that only remain to be deleted."""
         rows, opened = await self._client.pipeline(
             [("XRANGE", self.keys.queue, "-", "+"), ("HKEYS", self.keys.open)]
         )
@@ -156,8 +156,8 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         last version's blob is missing; only the last version has a blob). Raises Fenced.
 
         ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the last
-        version's blob. ``look``: a read that follows the commit in the same write, and whose reply
-        is awaited later.
+        version's blob. ``look``: a read that is sent with the commit, after it; its reply is
+        awaited later.
         """
         versions = commit.versions
         about: dict[str, Any] = {
@@ -219,7 +219,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         """Replace the device's state that trainers read by the staged state.
 
         Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
-        after an earlier call). Raises Fenced. ``ahead``: commands from
+        because an earlier call has handed it out). Raises Fenced. ``ahead``: commands from
         :func:`fedstream.broker.blobs.prepare` that write the staged state.
         """
         reply = await self._run(
@@ -281,7 +281,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
 
 
 def _published(version: Version) -> dict[str, Any]:
-    """The scripts' description of a version to publish."""
+    """The description of a version to publish, as an argument of the scripts."""
     about: dict[str, Any] = {
         "version": version.version,
         "digest": version.digest,

@@ -94,7 +94,7 @@ class GatewayApp:
         self._opened = opened
 
     def routes(self, *others: web.RouteDef) -> Sequence[web.RouteDef]:
-        """All routes under /v1, with limits applied; ``others``: of enrolment and uploads."""
+        """All routes under /v1, with limits applied. ``others``: those of enrolment and uploads."""
         own = (
             web.post(CHECK_IN_ROUTE, self._check_in),
             web.get(MODEL_ROUTE, self._model),

@@ -104,8 +104,8 @@ class ModelCopies:
     ) -> tuple[web.StreamResponse, int]:
         """Answer GET and HEAD of the changes since a model that the device has.
 
-        Also returns the bytes saved compared with the whole model; 0 if this answer has only a part
-        of the changes, so that no part counts twice. Raises Refusal.
+        Also returns how many bytes the changes save compared with the whole model; 0 for an answer
+        with only a part of the changes, so that no saving counts twice. Raises Refusal.
         """
         head = await self._asked(request)
         with self._place(device):

@@ -87,7 +87,7 @@ def format_for(formats: Sequence[str], wanted: Format) -> Format:
 
 
 def overdue(task: Assignment, head: Head, now: float) -> str | None:
-    """The reason to give up a task of a present device; None for none.
+    """The reason to give up a task of a present device, if it is overdue; else None.
 
     ``now``: seconds since 1970.
     """

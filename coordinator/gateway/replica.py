@@ -85,7 +85,7 @@ class RunCache:
                 self._done = number
 
     async def _look(self, seen: int) -> None:
-        """``seen``: number of heads read before."""
+        """Read run and newest version. ``seen``: the number of versions read before this look."""
         try:
             run = await self._ledger.run()
         except NoRun:

@@ -252,7 +252,7 @@ class UploadEnd:
 
 
 def state(status: int, note: UploadNote, at: int, *, path: str | None = None) -> web.Response:
-    """Answer with an upload's offset. ``path``: of a new upload."""
+    """Answer with an upload's offset. ``path``: the path of a new upload."""
     about = {
         headers.OFFSET: str(at),
         headers.COMPLETE: headers.as_boolean(note.complete),

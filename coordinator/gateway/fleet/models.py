@@ -92,7 +92,7 @@ class Received:
     contents: dict[str, bytes] = field(default_factory=dict)
 
     def body(self, id_: str, *kinds: str) -> tuple[str, list[str], memoryview]:
-        """An object's kind, the ids of its parts, and its body. Raises DataError."""
+        """Split an object into its kind, the ids of its parts, and its body. Raises DataError."""
         content = self.contents.get(id_)
         if content is None:
             raise DataError(f"object {id_[:64]!r} is missing")
@@ -227,8 +227,8 @@ def content_of(
 ) -> FlowerObject:
     """The content of a train message, a RecordDict.
 
-    ``unnamed``: also include the records under the names that a NumPyClient expects, which gets
-    arrays without names. Objects that occur twice are sent once.
+    ``unnamed``: also include the records under the names that a NumPyClient expects; such a client
+    gets arrays without names. Objects that occur twice are sent once.
     """
     items = [protobuf.message("Item", key=key, value=_value(one)) for key, one in config.items()]
     settings = packed("ConfigRecord", protobuf.message("Values", items=items).SerializeToString())

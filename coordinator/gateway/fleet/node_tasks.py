@@ -189,5 +189,5 @@ def most_objects(model: Model) -> int:
 
 
 def most(model: Model) -> int:
-    """The most bytes of a reply, whose numbers may be twice as long as ours."""
+    """The most bytes of a reply: its numbers may take twice the bytes of the run's."""
     return 2 * model.buffer.nbytes + 4096 * len(model.layout.tensors) + _EXTRA
