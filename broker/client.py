@@ -557,7 +557,10 @@ class Client:
                 await _disconnect(connection)
 
     def _forget(self, place: Address | None = None) -> None:
-        """Use ``place`` from now on (None: ask sentinels or cluster); close idle connections."""
+        """Use ``place`` from now on, and close idle connections.
+
+        None: ask the sentinels or the cluster, if there are any.
+        """
         self._place = place
         self._generation += 1
         for link in self._idle:

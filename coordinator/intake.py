@@ -160,7 +160,7 @@ class EntryIntake:
 
     @contextmanager
     def _unless_lost(self, *groups: Group) -> Iterator[None]:
-        """Mark groups as unsure on an error, as an unread reply may have delivered entries."""
+        """Mark groups as unsure if the block raises: an unread reply may have delivered entries."""
         try:
             yield
         except FedstreamError:

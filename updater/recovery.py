@@ -326,12 +326,13 @@ class Recovery:
                 )
                 return until
         if not self.journal.adopt:
-            there = f"has version {head.version}" if head else "has none"
+            there = f"has version {head.version}" if head else "has no version"
             raise ConfigError(
                 f"the journal in {self.recorder.folder} was recorded without weights "
-                f"(journal.weights = false) and ends with version {found.version}, Redis at "
-                f"{self.client.address} {there}: with --adopt it continues from Redis's version if "
-                f"that is newer, or else from the checkpoint of version {before.state.version}"
+                f"(journal.weights = false) and ends with version {found.version}, but Redis at "
+                f"{self.client.address} {there}, not this version's exact model: with --adopt the "
+                f"run continues from Redis's version if that is newer, or else from the checkpoint "
+                f"of version {before.state.version}"
             )
         self.context.log.error(
             "going back to a checkpoint's model",

@@ -83,7 +83,7 @@ class AcceptedNames:
         self._served = served
 
     def of(self, host: str) -> Sequence[str]:
-        """The names that a request may be signed for. ``host``: its header. Raises Refusal."""
+        """The names that a request may be signed for. ``host``: the header Host. Raises Refusal."""
         if self._names:
             return self._names
         said = host.lower().removesuffix(":443")

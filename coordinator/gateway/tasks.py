@@ -93,7 +93,7 @@ class Tasks:
         return Group(self._client, stream, TRAINERS, self._name)
 
     async def _lapsed(self) -> list[Entry]:
-        """Our tasks that another replica took over and lost; checked each quarter lease."""
+        """Tasks of our stream that another replica took over and lost; asks every quarter lease."""
         if time.monotonic() - self._swept <= self._lease.seconds / 4:
             return []
         self._swept = time.monotonic()

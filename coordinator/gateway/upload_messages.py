@@ -62,7 +62,7 @@ class UploadPart:
         return None
 
     def repeats_the_end(self, *, length: int, at: int) -> bool:
-        """Whether this repeats the end of an upload that has all its bytes, or is an empty end."""
+        """Whether this part, perhaps empty, is the end of an upload that has all its bytes."""
         if not self.completes or at < length or self.offset > length:
             return False
         return self.size is None or self.offset + self.size == length

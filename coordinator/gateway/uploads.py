@@ -456,7 +456,7 @@ class Uploads:
         return upload_messages.receipt(receipt)
 
     def _upload(self, mine: _Mine, note: UploadNote) -> Upload:
-        """The answer, with only those values of the device that the gateway can't know itself."""
+        """The task's answer, with only those of the device's values that the gateway can't know."""
         report = note.report
         return Upload(
             task=mine.task,

@@ -267,12 +267,13 @@ def purge(
     for database, keys in ask(
         config, redis, run, lambda client, _keys: presence.elsewhere(client)
     ).items():
-        line(f"fedstream: {presence.in_words(database, keys)}: purge leaves it alone", err=True)
+        there = presence.in_words(database, keys)
+        line(f"fedstream: {there}: purge leaves that database alone", err=True)
     if not yes:
-        there = ask(
+        count = ask(
             config, redis, run, lambda client, keys: presence.purgeable(client, keys, force=force)
         )
-        confirm(f"Delete run {name!r} ({there} keys)?")
+        confirm(f"Delete run {name!r} ({count} keys)?")
     deleted = ask(
         config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
     )

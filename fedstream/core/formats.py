@@ -134,8 +134,8 @@ class Format:
     def decode(self, data: npt.NDArray[np.uint8], into: Model) -> None:
         """Write the model that ``data`` encodes into a model of the same layout.
 
-        Raises Undecodable, with the reason to refuse it; the model's values are then undefined.
-        Decodes values that are not finite, which the caller must check.
+        Raises Undecodable, with the reason to refuse the bytes; the model's values are then
+        undefined. The decoded values may be not finite: the caller must check them.
         """
         least, most = self._sizes(into.layout)
         if self.zstd:

@@ -238,7 +238,8 @@ class Presence(Message):
 class Heartbeat(Message):
     """A trainer is alive and owns its last announced devices; see :class:`Presence`.
 
-    Sent only while a coordinator, so of a release that reads heartbeats, has noted the digest.
+    A trainer sends heartbeats only while a coordinator has noted the digest of its devices, as that
+    coordinator's release then reads heartbeats.
     """
 
     kind: ClassVar[str] = "heartbeat"

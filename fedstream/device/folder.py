@@ -100,7 +100,7 @@ class DeviceFolder:
     def enrolled(self, who: Identity) -> None:
         """Store a new identity, and delete all earlier state.
 
-        Also for the same name and number, which a recreated run has again.
+        Also if run and number are the same as before: a recreated run has them again.
         """
         for name in _STATE:
             (self.path / name).unlink(missing_ok=True)

@@ -81,7 +81,7 @@ class LocalTraining:
         self._into = Model(learner.layout)
 
     def interrupted(self, task: str) -> Start | None:
-        """The start from an earlier process's workspace of this task, if any."""
+        """Where training of this task was interrupted in an earlier process; None if it was not."""
         saved = self._folder.work()
         if saved is None:
             return None

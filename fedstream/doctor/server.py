@@ -169,7 +169,7 @@ def need(
     queue: int,
     keep: tuple[int, int],
 ) -> Need:
-    """Estimate what a run will need.
+    """Estimate the memory that a run will need.
 
     ``keep``: the number and bytes of versions that the updater keeps.
     """
@@ -246,7 +246,7 @@ def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
 
 
 def skew_in(asked: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """How far this machine's clock is ahead of Redis's, and how sure that is, in seconds.
+    """The lead of this machine's clock over Redis's, and the lead's uncertainty, in seconds.
 
     ``asked``: (before, Redis's time, after) of each exchange, in seconds; the fastest is used, as
     the most precise.

@@ -122,8 +122,8 @@ def load(
     layers set in it: they belonged to the other kind.
 
     ``trusted`` is false for the file of a recording: a plug-in that the file alone names is not
-    loaded, because that would run its program. ``keys``: tables, or keys of tables, to read of the
-    file and the environment, such as ``run.name``; None: all.
+    loaded, because that would run its program. ``keys``: the tables and the keys, such as
+    ``run.name``, to read from the file and the environment; None: all.
 
     Raises ConfigError, with one line for every invalid key; NotTrusted.
     """

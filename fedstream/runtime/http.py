@@ -194,8 +194,9 @@ class ServedConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def _process_keepalive(self) -> None:
-        """Close an idle connection like aiohttp, but first read input that arrived in time: a busy
-        loop runs timers late, and before it reads.
+        """Close an idle connection like aiohttp, but first read input that arrived in time.
+
+        A busy loop runs timers late, and before it reads from sockets.
         """
         asyncio.get_running_loop().call_later(_READ_S, super()._process_keepalive)
 
@@ -340,9 +341,9 @@ class HttpSettings(Section):
     def is_named(self, host: str) -> bool:
         """Whether a ``Host`` header, perhaps with a port, names this server.
 
-        Against DNS rebinding, in which a web page's own name resolves to our address. Such a name
-        is in public DNS, so if other machines can connect, addresses, names without a dot and
-        names inside a cluster are accepted too.
+        This check protects against DNS rebinding, in which a web page's own name resolves to our
+        address. Such a name is in public DNS. So if other machines can connect, addresses, names
+        without a dot and names inside a cluster are accepted too.
         """
         if self.hosts is None:
             return True

@@ -148,7 +148,7 @@ class PluginRegistry(Generic[T]):
             return None
 
     def renew(self, name: str, value: object) -> None:
-        """Forget the name's cached object unless it is ``value``, after a reload."""
+        """After a reload, forget the name's cached object unless this object is ``value``."""
         known = getattr(self._found.get(name), "value", None)
         if value not in (known, getattr(known, "function", None)):
             self._found.pop(name, None)
@@ -392,9 +392,10 @@ RECORDED = {"recorded": True}
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a settings class: its value is a class of the registry, by the key ``tag``.
+    """Annotation of a table: its key ``tag`` names the class of the registry that validates it.
 
-    The base class must declare ``tag`` as a string; built-in classes narrow it to a literal.
+    The annotated base class must declare ``tag`` as a string; built-in classes narrow it to a
+    literal.
     """
 
     registry: PluginRegistry[Any]

@@ -199,7 +199,7 @@ def interrupt() -> None:
 
 
 class Stop:
-    """Keep the first signal inside the block until there is a listener, and pass on its name.
+    """Inside the block, keep the first signal until there is a listener, and tell it the name.
 
     A second signal calls ``at_once``, interrupting whatever is running, and ends the process. These
     are plain handlers rather than the event loop's, so that they work even if the loop is stuck.
@@ -261,7 +261,7 @@ def _watch(parent: int) -> None:
 def death_with_parent() -> Callable[[], None] | None:
     """A function that a child calls first so that it dies with us, even on SIGKILL.
 
-    None on systems other than Linux.
+    Returns None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None

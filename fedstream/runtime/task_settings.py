@@ -1,8 +1,8 @@
 """Settings of training tasks that services share: length, lease, participation, wire formats.
 
-Schedulers, anarchic trainers and simulations draw participating devices and the lengths of tasks
-(H, the number of local steps) from them. Anarchic Federated Learning, section 3: each worker may
-use 'a time-varying number of local update steps', and decides when it takes part.
+From these settings, schedulers, anarchic trainers and simulations draw the participating devices
+and the lengths of tasks (H, the number of local steps). Anarchic Federated Learning, section 3:
+each worker may use 'a time-varying number of local update steps', and decides when it takes part.
 """
 
 from __future__ import annotations

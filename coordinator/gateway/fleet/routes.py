@@ -370,7 +370,7 @@ class FleetRoutes:
             self._miss(device)
             # This gateway restarted or gave the task up. Only a debug line, as a device can cause
             # any number of these.
-            self._running.context.log.debug("reply to no task", device=device)
+            self._running.context.log.debug("reply to an unknown task", device=device)
             return protobuf.message("PushMessagesResponse")
         self._end_search(device)
         if message.HasField("error"):
@@ -421,7 +421,11 @@ class FleetRoutes:
         try:
             held = await running.moves.find(node_task.task, device)
         except NotHeld:
-            running.context.log.info("reply to no task", device=device, task=node_task.task)
+            running.context.log.info(
+                "reply to a task that this replica does not hold",
+                device=device,
+                task=node_task.task,
+            )
             return
         try:
             found = await asyncio.to_thread(
