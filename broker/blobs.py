@@ -1,9 +1,9 @@
 """Blobs: models and updates as Redis hashes of chunks of about 1 MiB.
 
 Chunks move 2 to 5 times faster than a single value of 100 MB and stay far below Redis's limit of
-512 MB per value. A blob is written once, before the entry that names it, and its name is never
-reused. It has an expiry that admission removes, so leftovers of a crashed writer go away by
-themselves.
+512 MB per value. A blob is written once, before the entry that names it, and the blob's name is
+never reused. A blob expires unless admission removes its expiry, so leftovers of a crashed writer
+go away by themselves.
 
 The field ``size`` of a blob has the blob's size in bytes. The blob of an encoded model has a field
 with format, size and digest instead, so a release that knows no formats takes the blob for missing
@@ -44,7 +44,7 @@ _CHUNKS = b"chunks"
 def chunks_of(size: int) -> int:
     """The number of chunks in which this release writes ``size`` bytes.
 
-    An entry that names a blob has this number too: another release may choose another chunk size.
+    An entry that names a blob states this number, as another release may choose another chunk size.
     """
     return -(-size // CHUNK)
 
@@ -78,9 +78,9 @@ async def prepare(
 ) -> Sequence[Command]:
     """Write the payload now, or return the commands that write it if it fits into one chunk.
 
-    The commands, one transaction, go ahead of the script that names the blob and save a round trip.
-    Passed to the script as an argument, the chunk would be copied into Lua, which costs Redis more
-    than everything else. ``encoded``: as for :func:`write`.
+    The commands are one transaction. Sent ahead of the script that names the blob, they save a
+    round trip. If the chunk were an argument of the script, Redis would copy it into Lua, which
+    costs more than everything else. ``encoded``: as for :func:`write`.
     """
     data = payload.buffer.data
     if data.nbytes > CHUNK:
@@ -144,7 +144,7 @@ async def read_chunk(
 ) -> bytes:
     """Read one chunk of a blob of ``size`` bytes in chunks of this release's size.
 
-    Checks the chunk's length and not its content. ``encoded``: as for :func:`write`. Raises
+    Checks the chunk's length, but not its content. ``encoded``: as for :func:`write`. Raises
     BlobMissing, BlobDamaged.
     """
     field, expected = _statement(size, encoded)
@@ -192,7 +192,7 @@ async def read_together(
 
 
 def _failure_in(one: Wanted, said: list[Any]) -> BlobMissing | BlobDamaged | None:
-    """The error in a blob's replies; None if size and bytes are as wanted."""
+    """The error in the replies about a blob; None if size and digest are as wanted."""
     size = one.into.buffer.nbytes
     try:
         length = _length(one.key, _statement(size, None)[1], said)

@@ -190,7 +190,7 @@ class Link(asyncio.BufferedProtocol):
         it cancels the future. Raises ConnectionError.
 
         ``early``: a future that gets all replies but the last ``late``, as soon as they are there,
-        or the same error. The last replies may take ``wait_s`` longer than ``seconds``.
+        or fails with the same error. The last replies may take ``wait_s`` longer than ``seconds``.
         """
         if not self.is_open:  # the transport reports a loss only once
             raise ConnectionError(_CLOSED)

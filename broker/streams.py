@@ -107,7 +107,7 @@ class Group:
     def __init__(
         self, client: Client, stream: str, group: str, consumer: str, *, largest: int | None = None
     ) -> None:
-        """``largest``: drop the data of an entry with more bytes, in streams that sites fill."""
+        """``largest``: bytes above which an entry's data is dropped, in streams that sites fill."""
         self._client = client
         self._largest = largest
         self.stream = stream

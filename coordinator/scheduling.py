@@ -255,7 +255,8 @@ def _plan_round(
     """Open or end a round from the newest version, by :mod:`fedstream.coordinator.rounds`.
 
     Keeps k tasks open or answered: a task that ends without an answer (given up, refused, dead) is
-    replaced by another device's. A round doesn't shrink to the eligible devices but waits for more.
+    replaced by a task of another device. A round with too few eligible devices does not shrink, but
+    waits for more of them.
     """
     tasks, version = seen.tasks, seen.version
     if past := tasks.of_past_rounds(version):

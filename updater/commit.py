@@ -316,7 +316,7 @@ class Publisher:
         await blobs.write(self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded)
 
     async def keep(self, head: Head, size: int) -> bool:
-        """Remove any expiry of the newest model; return whether the model is complete.
+        """Remove any expiry of the newest version's model; return whether Redis has all its bytes.
 
         ``size``: bytes of a float32 model; ignored for an encoded one.
         """
@@ -333,7 +333,7 @@ class Publisher:
         self._written.clear()
 
     def unwritten(self, version: Version) -> None:
-        """Note that a version's prepared model expired or never reached Redis."""
+        """Note that Redis lacks a version's prepared model: it expired or never arrived."""
         self._written.discard(version.blob)
 
     def published(self, versions: Sequence[Version], retired: Sequence[str]) -> None:

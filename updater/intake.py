@@ -91,7 +91,7 @@ class Intake:
         return self._reader.command(count=BATCH, block_ms=block_ms)
 
     async def left(self) -> int:
-        """Number of entries in the queue, whether read or not."""
+        """The number of entries in the queue, whether we have read them or not."""
         return int(await self._client.call("XLEN", self._keys.queue))
 
     def rewind(self) -> None:

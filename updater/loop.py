@@ -248,7 +248,7 @@ class Loop:
     # nothing to do
 
     async def _rest(self) -> None:
-        """Sync the journal, and check that Redis has not fallen back."""
+        """With nothing to do, sync the journal, and check that Redis has not fallen back."""
         await self.recorder.flush()
         if self.commits.retained:
             self.state = await self.commits.release(self.state)

@@ -125,8 +125,8 @@ class Recovery:
     async def _claim(self) -> bool:
         """Claim the journal before reading it; return whether this succeeded.
 
-        From then on, a leader of an older epoch commits no record that our reading misses, even
-        if Redis forgot the leader.
+        After the claim, no leader of an older epoch can commit a record that our reading misses,
+        even if Redis forgot this leader.
         """
         newest = await self.recorder.newest_epoch()
         if self.lease.number <= newest and not await self.lease.acquire(at_least=newest):
@@ -311,7 +311,7 @@ class Recovery:
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
-        """Add the missing model of a journal without weights: Redis's, or a checkpoint's."""
+        """Add the model that a journal without weights lacks: Redis's, or a checkpoint's."""
         before = found.checkpoint
         if head is not None:
             # If the next version was journalled but not published, the queue has its update.

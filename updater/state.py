@@ -107,7 +107,7 @@ class Ends:
         return entry in self._controls or entry in self._decided
 
     def decide(self, change: Change) -> None:
-        """Add the ends of a change, so that a repetition is recognised. Raises JournalError."""
+        """Add the ends in a decided change, to recognise its repetition. Raises JournalError."""
         if change.record is not None:
             self._decided[change.end.task if change.end else change.entry] = change
             self._make_room()  # now, as nothing may fail once the change is journalled

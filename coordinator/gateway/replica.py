@@ -31,7 +31,7 @@ class RunCache:
     def __init__(self, ledger: GatewayLedger, update: Format, *, supernodes: bool = False) -> None:
         """``update``: the wanted format of updates.
 
-        ``supernodes``: whether Flower's supernodes take part, which report no steps.
+        ``supernodes``: whether Flower's supernodes take part: these report no steps.
         """
         self._ledger = ledger
         self._update = update

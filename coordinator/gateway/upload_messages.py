@@ -204,7 +204,7 @@ def _size(request: web.Request) -> int | None:
 
 
 async def wait_for_checks(_request: web.Request) -> None:
-    """Suppress the automatic 100 (Continue), as the handler may refuse the body."""
+    """Suppress aiohttp's automatic 100 (Continue), as the handler may refuse the body."""
 
 
 async def go_ahead(request: web.Request) -> None:

@@ -59,7 +59,7 @@ _COMMANDS = {
     },
     "Take part in a run": {"device": "device:device"},
 }
-"""By panel of the help and name: the module in this room, and the function or group there."""
+"""By panel of the help and name of the command: its module in this folder, and its name there."""
 _WITH_RULES = ("run", "simulate", "replay")  # their help has a strategy's keys
 
 

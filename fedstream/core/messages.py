@@ -145,7 +145,7 @@ class Trigger(Assignment):
 
 
 class CloseRound(Message):
-    """A request to end the round that trains from a version, and give up its unanswered tasks."""
+    """A request to end a version's round, and to give up the round's unanswered tasks."""
 
     kind: ClassVar[str] = "close_round"
     version: Count
@@ -253,7 +253,7 @@ class Heartbeat(Message):
 class ArrivedDevices(Message):
     """Devices have come to a replica of a gateway.
 
-    Without devices, a greeting: the replica is alive.
+    Without devices, the message is a greeting: the replica is alive.
     """
 
     kind: ClassVar[str] = "seating"

@@ -49,8 +49,8 @@ class UpdateUpload:
     async def receipt(self, *, begun: bool = False) -> Receipt | None:
         """Send the missing bytes, and return the receipt.
 
-        ``begun``: the gateway may have a part. None if the gateway has forgotten update and task.
-        Raises TurnedAway.
+        ``begun``: whether the gateway may have a part of the update. Returns None if the gateway
+        has forgotten update and task. Raises TurnedAway.
         """
         connection = self._gateway.connection
         if begun:

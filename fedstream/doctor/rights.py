@@ -114,7 +114,7 @@ _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
 @dataclass(frozen=True)
 class Asked:
-    """A command that a role must be allowed: for people, and complete."""
+    """A command that a role must be allowed to send: in words for people, and complete."""
 
     what: str
     command: tuple[str, ...]

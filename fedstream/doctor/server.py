@@ -156,7 +156,7 @@ class Need:
 
     @property
     def models(self) -> int:
-        """Total, including 2 models in the making, as the scheduler counts."""
+        """The total, including 2 models in the making, as the scheduler counts them."""
         return self.open + self.queue + self.kept + 2
 
 

@@ -144,8 +144,8 @@ def load(
 def check(schema: type[M], table: Mapping[str, object], at: str) -> M:
     """Validate the table at the key ``at``, which ``load`` accepted unchecked.
 
-    For tables whose schema comes from a user's program. Raises ConfigError like ``load``, without
-    the values' sources.
+    This is for tables whose schema comes from a user's program. Raises ConfigError as ``load``
+    does, but without the values' sources.
     """
     tree: _Tree = {key: _node(value, "") for key, value in table.items()}
     return _validate(schema, tree, at.split("."))
@@ -622,8 +622,8 @@ def own_class(
 ) -> type[Any] | None:
     """A user's class derived from ``base``, or made from a function; None for any other value.
 
-    ``of_function``: the class to derive from for a function, which its ``function`` becomes.
-    ``given``: as in :func:`table_of`.
+    ``of_function``: the base of a class made from a function; that class keeps the function as its
+    attribute ``function``. ``given``: as in :func:`table_of`.
     """
     if isinstance(value, type):
         return value if issubclass(value, base) else None
@@ -644,7 +644,7 @@ def call_function(settings: Any, *given: object) -> Any:
 def table_of(function: Callable[..., Any], base: type[M], given: Iterable[str]) -> type[M]:
     """A settings class made from a function, whose parameters become its keys.
 
-    ``given``: parameters that the caller passes and that are no keys. Raises ConfigError for an
+    ``given``: the parameters that the caller passes; they become no keys. Raises ConfigError for an
     unsuitable function.
     """
     name = _name(function)

@@ -7,8 +7,8 @@ port can't get a service restarted. The first may speak TLS, the second never do
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
 and headers, and applies back-pressure to clients that send too fast. It neither limits the number
 of connections nor drops slow readers: :class:`ServedConnection` does both. Connections count from
-their acceptance. A connection above the limit gets a 503, or with TLS, where that would take a
-handshake, is closed.
+their acceptance. A connection above the limit gets a 503; with TLS it is closed, as an answer would
+take a handshake.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models as Flower's objects, and supernodes' replies as models and numbers. Pure.
 
-Objects are the parts of a message on the wire, each named by its SHA-256:
+Objects are the parts of a message on the wire. An object's name is the SHA-256 of its bytes:
 ``b"<kind> <ids of its parts> <length>\\0<body>"``. A message has one part, a RecordDict, which has
 records by name. An ArrayRecord has arrays by name, and an Array has the chunks of a file in numpy's
 format.

@@ -102,7 +102,7 @@ class NodeTasks:
         self._given: WeakValueDictionary[str, GivenVersion] = WeakValueDictionary()
 
     def given(self, digest: str) -> GivenVersion | None:
-        """The objects of a version that a supernode still trains from, or None."""
+        """The objects of this version if a supernode still trains from it, else None."""
         return self._given.get(digest)
 
     def give(self, given: GivenVersion) -> None:
@@ -183,7 +183,7 @@ def _no_room() -> Refusal:
 
 
 def most_objects(model: Model) -> int:
-    """The most objects of a reply: a message, records, arrays and chunks."""
+    """The most objects that a reply may have: a message, records, arrays and chunks."""
     arrays = len(model.layout.tensors)
     return 2 + RECORDS + 2 * arrays + most(model) // CHUNK
 
