@@ -6,8 +6,8 @@ directly: each command is sent once, a missing reply raises :class:`Unavailable`
 decides whether a retry is safe. Replies have RESP2 shapes, always as bytes.
 
 With sentinels or a cluster (:mod:`fedstream.broker.discovery`), the client asks which node to use
-before it connects, and again after a failure. It resends a command to another node only if the
-first node said that it did not execute it.
+before it connects, and again after a failure. The client resends a command to another node only if
+the first node said that it had not executed the command.
 """
 
 from __future__ import annotations
@@ -204,8 +204,9 @@ class Client:
         ``most``: limit in bytes on all replies together, accurate to one read of 256 KiB, for
         replies whose length a site controls. Beyond the limit, this raises ReplyTooLarge although
         Redis executes every command. ``into``: a buffer for each command's reply, which must be a
-        bulk string or nil; the returned reply is then its length. Commands in a row with the same
-        buffer append to it, and bytes beyond its end are dropped. None: the reply is returned.
+        bulk string or nil; the returned reply is then the length in bytes. Replies in a row with
+        the same buffer are appended to each other, and bytes beyond the buffer's end are dropped.
+        None: the reply is returned.
         """
         return self._exchange(commands, wait_s, most, into)
 
@@ -217,8 +218,8 @@ class Client:
         Returns once the replies to the first commands are there; :meth:`Started.rest` waits for the
         last ones. ``most`` is as for :meth:`pipeline`. If one of the first commands fails, this
         raises its error at once and closes the connection, and the outcome of the last commands is
-        unknown. If another node must execute them, this waits for all replies and resends the
-        commands there.
+        unknown. If another node must execute the commands, this waits for all replies and resends
+        all commands there.
         """
         generation = self._generation
         early: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()

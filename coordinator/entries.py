@@ -1,6 +1,7 @@
 """Decisions on the entries that coordinators read: triggers, and messages from sites.
 
-A site is identified by its inbox. Its messages can affect only its own trainers, devices and tasks.
+A site is identified by its inbox. A site's messages can affect only its own trainers, devices and
+tasks.
 """
 
 from __future__ import annotations

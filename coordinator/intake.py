@@ -31,7 +31,7 @@ _RECENT = 32  # tasks in the moving average
 
 
 class Gathering:
-    """Short waits of one loop, so that it handles several entries at once.
+    """Short waits of one loop, so that the loop handles several entries at once.
 
     Entries and versions that follow one another within a moment then share a wake-up, an exchange
     with Redis and a script. A loop waits only while many tasks are open for each trainer, so no

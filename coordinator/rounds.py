@@ -24,7 +24,7 @@ class Rounds(NamedSettings):
     and a new round begins from the same version.
 
     No device answers twice in a round, so a round has at most as many answers as there are devices.
-    Memory may limit it further.
+    Memory may limit this number further.
     """
 
     kind: Literal["rounds"] = "rounds"

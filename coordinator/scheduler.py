@@ -1,9 +1,9 @@
 """The scheduler: triggers training tasks, which controls staleness and the updater's load.
 
-It holds no essential state: on each event it reads the changes, `plan` decides, and one script
-opens the tasks and hands them to their trainers. Opening, waiting and reading changes take a single
-round trip, since with small updates round trips are the main cost of a task. One scheduler leads,
-by lease.
+The scheduler holds no essential state: on each event it reads the changes, `plan` decides, and one
+script opens the tasks and hands them to their trainers. Opening, waiting and reading changes take a
+single round trip, since with small updates round trips are the main cost of a task. One scheduler
+leads, by lease.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Deciding on queue entries: each update is checked and mixed in by the strategy.
 
-All of it is pure, except that :meth:`Decider.change` fetches an update between its two checks. The
-simulation shares the checks. The updater alone decides on reasons that concern the pipeline (the
-run is over, a blob is gone).
+The decisions are pure, except that :meth:`Decider.change` fetches an update between the update's
+two checks. The simulation shares the checks. The updater alone decides on reasons that concern the
+pipeline (the run is over, a blob is gone).
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def weighable(upload: Upload, newest: Sequence[int], most: int | None) -> Upload
     one sample had come before the first. So the first untrusted updates count alike, and later the
     limit follows at most tenfold once half of the newest updates reached it.
 
-    ``newest``: samples of the newest updates. ``most``: the operator's limit instead.
+    ``newest``: samples of the newest updates. ``most``: the operator's limit in place of this one.
     """
     if upload.handed is None:
         return upload

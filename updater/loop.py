@@ -112,7 +112,7 @@ class Loop:
         return state is not None
 
     async def step(self) -> None:
-        """Do the first thing that is due, in the order below."""
+        """Do one thing: the first in the order below that is due."""
         state, backlog = self.state, self.intake.backlog
         try:
             if self.unwritten:  # first, as the comparison would count an unwritten change as lost
@@ -168,7 +168,8 @@ class Loop:
         """Write the decided changes to the journal.
 
         For large models, this meanwhile settles earlier changes, prefetches the next update and
-        writes the model's chunks to Redis. A failure of these is left to their own step.
+        writes the model's chunks to Redis. An action that fails is tried again by the step that it
+        belongs to.
         """
         decided, state = self.unwritten, self.state
         records = [(one.change.record, one.change.payload) for one in decided]

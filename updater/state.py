@@ -72,7 +72,7 @@ class Change:
 class Ends:
     """The ended tasks and processed control entries, of journalled and of decided changes.
 
-    Grows in place, unlike the state that holds it, as copying it would cost more than an update.
+    Grows in place, unlike the state that contains it: a copy would cost more than an update.
     """
 
     def __init__(

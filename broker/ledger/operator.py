@@ -95,10 +95,11 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         """Retry a dead letter as the task in ``trigger``, and delete the letter.
 
         ``before``: the letter's task. Returns a verdict and a detail. 'sent': done. All other
-        verdicts change nothing: 'gone' (no such letter), 'finished' (the run), 'open' (the task),
-        'retried' (before; the detail is the new task), 'ended' (otherwise than as dead; the detail
-        is the outcome), 'forgotten' (the task's end), 'round' (the round is over), 'busy' (the
-        device; the detail is its task), 'held' (an update of the device is buffered).
+        verdicts change nothing: 'gone' (there is no such letter), 'finished' (the run is), 'open'
+        (the letter's task still is), 'retried' (the task was, before; the detail is the new task),
+        'ended' (the task did, and not as dead; the detail is the outcome), 'forgotten' (Redis no
+        longer has the task's end), 'round' (the task's round is over), 'busy' (the device has a
+        task: the detail), 'held' (an update of the device is buffered).
         """
         about: dict[str, object] = {
             "letter": letter,
@@ -216,9 +217,9 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     async def purge(self) -> int:
         """Delete every key of the run at once; return their number.
 
-        To running services this looks like an emptied Redis, which they can repair; after a
-        deletion key by key, their counts would stay wrong for ever. New keys written between the
-        scan and the deletion are blobs, which expire.
+        To running services, the deletion looks like an emptied Redis, and they can repair that.
+        After a deletion key by key, their counts would stay wrong for ever. New keys written
+        between the scan and the deletion are blobs, which expire.
         """
         own = (name for name in vars(self.keys).values() if name.startswith(self.keys.prefix))
         names = {name.encode() for name in own if name != self.keys.prefix}

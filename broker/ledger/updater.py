@@ -116,10 +116,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         Returns 'created', 'unwritten' (the model's blob is missing), 'lost' (the token is missing)
         or 'moved' (Redis fell back again meanwhile, or this request is late). ``counts``: the run's
         counts, for a Redis that was emptied. ``journalled``: the counts of the ends in the journal.
-        ``done``: the journal's end of a task, for a Redis that fell back; a task that is open
-        there, or ended differently since, gets this end. Open tasks that Redis no longer knows are
-        given up. A run that is finished in Redis stays finished, unless ``run`` has more versions.
-        Raises Fenced.
+        ``done``: gives the journal's end of a task, for a Redis that fell back: a task that is open
+        in that Redis, or ended differently since, gets this end. Open tasks that Redis no longer
+        knows are given up. A run that is finished in Redis stays finished, unless ``run`` has more
+        versions. Raises Fenced.
         """
         about: dict[str, Any] = {
             "token": token,

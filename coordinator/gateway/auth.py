@@ -1,8 +1,8 @@
 """Authentication of devices: invites, enrolment, tokens, and the device of each request.
 
 A device signs one request every ten minutes with its enrolled key, and gets a token (JWT, HS256)
-for its other requests. The token is valid for one device and key, one run and one gateway; it ends
-early if the device is revoked or enrols with another key.
+for its other requests. A token is valid for one device and key, one run and one gateway; the token
+ends early if the device is revoked or enrols with another key.
 
 An invite begins with the device's number, followed by 192 random bits. Redis has only its digest.
 """

@@ -42,7 +42,7 @@ class Held:
     def attempt(self) -> str:
         """The id of the device's only attempt at this task.
 
-        It is derived from the entry, so a device can continue after the gateway's restart or at
+        The id is derived from the entry, so a device can continue after the gateway's restart or at
         another replica.
         """
         text = f"{self.task.task} {self.entry.id}"

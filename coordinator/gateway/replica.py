@@ -107,7 +107,7 @@ class RunCache:
     def saw(self, head: Head) -> None:
         """Note a version that came with a task; it never replaces a newer one.
 
-        A task must not be trained from an older version than the one it was sent with.
+        A task must not be trained from an older version than the version it was sent with.
         """
         if self._head is None or head.version >= self._head.version:
             self._head = head

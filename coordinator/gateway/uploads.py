@@ -1,7 +1,7 @@
 """Resumable uploads: an update arrives in one or many requests, and becomes a task's answer.
 
-They follow draft-ietf-httpbis-resumable-upload. Each whole chunk is written to the update's blob at
-once; an interrupted upload continues after the chunks in Redis, at any replica. Device, site and
+Uploads follow draft-ietf-httpbis-resumable-upload. Each whole chunk is written to the update's blob
+at once; an interrupted upload continues after the chunks in Redis, at any replica. Device, site and
 task come from the held task and not from the request, and sizes are checked against the run's
 layout before the body is read.
 """

@@ -281,10 +281,10 @@ def bisect(
 ) -> None:
     """Find the update with which a metric went from good to bad.
 
-    Measures every N-th version, and those between which the run's own measurements went bad, up to
-    the first bad one after a good one; then each version between the two. Reports the first
-    crossing there, and whether the run recovered from it. A dip that recovers between two measured
-    versions goes unnoticed unless --every is 1.
+    Measures every N-th version, and the versions between which the run's own measurements went bad,
+    up to the first bad version after a good one; then each version between these two. Reports the
+    first change from good to bad there, and whether the run recovered from it. A dip that recovers
+    between two measured versions goes unnoticed unless --every is 1.
 
     To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
     code, and the recording may come from a stranger.
@@ -422,8 +422,9 @@ def stats(
     x_new - x, where x is the model that the update was mixed into.
 
     The mean cosine is between x_new - x and the model's movement in the K versions after the
-    update's: around 0 or below, the others undid it. Updates followed by fewer than K versions
-    don't count. For models with more than 65,536 numbers, that many evenly spaced ones are used.
+    update's: around 0 or below, the other updates undid this one. Updates followed by fewer than K
+    versions don't count. For models with more than 65,536 numbers, that many evenly spaced ones are
+    used.
     """
     from fedstream.history import journal_text as pages
     from fedstream.history.report import as_json as text

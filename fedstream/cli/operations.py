@@ -158,7 +158,7 @@ def replay(
     influence of the device that is left out.
 
     To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
-    code, and the recording may come from a stranger. So does loading the strategy that made it, if
+    code, and the recording may come from a stranger. So does loading the recording's strategy, if
     that isn't built in.
 
     With --redis, feed the recorded updates to a live coordinator and updater, without a scheduler

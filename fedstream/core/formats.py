@@ -203,8 +203,8 @@ def fed_back(update: Model, memory: Floats | None, how: Format) -> FedBack:
     *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), algorithm 1, lines 4 to 6.
 
     ``update``: its parameters are replaced by the decoded ones. ``memory``: accumulated error, one
-    value per parameter; None: zero. It is dropped if it is far larger than the update. If the
-    update is not finite, its receiver refuses it, and the memory stays unchanged.
+    value per parameter; None: zero. The memory is dropped if it is far larger than the update. If
+    the update is not finite, its receiver refuses it, and the memory stays unchanged.
     """
     known = memory
     if memory is not None and not _norm(memory) <= _MOST / how.share * _norm(update.parameters):

@@ -97,8 +97,8 @@ def decode(payload: Payload, encoded: Encoded, into: Model) -> None:
     """Decode a published model into ``into``, with the same bits as every device.
 
     Checks the digest of a compressed model, which covers the decompressed bytes; for other models,
-    :func:`fedstream.broker.blobs.read` has checked the digest. Raises BlobDamaged if it differs,
-    and Unavailable if the model can't be decoded.
+    :func:`fedstream.broker.blobs.read` has checked the digest. Raises BlobDamaged if the digest
+    differs, and Unavailable if the model can't be decoded.
     """
     try:
         data = inside(payload, encoded, into.layout)

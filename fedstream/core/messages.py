@@ -5,13 +5,14 @@ the message's fields. A message never contains weights; it names a blob.
 
 Services one release apart understand each other. A reader ignores unknown fields, in nested maps
 too, and fills in defaults for missing ones; scripts pick the fields they need. So a release may add
-a field that has a default, and stop reading one that it still writes. Any other change (a field
+a field that has a default, and stop reading a field that it still writes. Any other change (a field
 that is required, renamed, removed or redefined; a new value of a closed set, such as an outcome)
-needs a new schema and two releases: the first reads it (``READS``) but still writes the old one,
-the next writes it (``SCHEMA``) and reads both. A new kind must be readable one release before it is
-written; otherwise older readers bury it as unreadable, which does no harm. Triggers and tasks,
-which scripts unpack, never have a bytes field: Redis's cmsgpack does not support one. Sample bytes
-of every kind are in ``tests/data/messages``: a test decodes them and compares the encoding.
+needs a new schema and two releases: the first release reads the new schema (``READS``) but still
+writes the old one, the next release writes the new schema (``SCHEMA``) and reads both. A new kind
+must be readable one release before it is written; otherwise older readers bury it as unreadable,
+which does no harm. Triggers and tasks, which scripts unpack, never have a bytes field: Redis's
+cmsgpack does not support one. Sample bytes of every kind are in ``tests/data/messages``: a test
+decodes them and compares the encoding.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "
 class Encoded:
     """A model in one of the formats of :mod:`fedstream.core.formats`.
 
-    ``digest``: of the encoded model before compression, so that it doesn't depend on the
+    ``digest``: of the encoded model before compression, so that the digest doesn't depend on the
     compressor's release. Devices report it as the digest of x_tau.
     """
 

@@ -221,8 +221,10 @@ class Head:
 
 
 def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
-    """The description of the head's blob; None if it is about another blob, as a release that
-    knows no formats doesn't update the field."""
+    """The description of the head's blob; None if the field describes another blob.
+
+    A release that knows no formats doesn't update the field.
+    """
     blob, _, text = record.get("encoded", b"").partition(b" ")
     return Encoded.parsed(text) if blob == record["blob"] else None
 

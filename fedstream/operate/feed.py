@@ -2,8 +2,8 @@
 
 The feeder acts as scheduler and trainers: it opens a task for each recorded update, and answers it
 with the recorded bytes once the live run has the update's base version. So each update has its
-recorded staleness. Coordinator and updater decide on it themselves. Tasks are opened ahead, so that
-only answering takes time.
+recorded staleness. Coordinator and updater decide on the answer as on any other. Tasks are opened
+ahead, so that only answering takes time.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 are reported together, one line per key, each with the value, its source and what is allowed.
 ``dump`` writes resolved settings back as TOML.
 
-A user's program declares what can be configured where it uses it: the typed parameters of a
-function become keys, and values are checked as strictly as everything else.
+A user's program declares its keys where it uses their values: the typed parameters of a function
+become keys, and the values are checked as strictly as all others.
 
     def task(hidden: int = 64, activation: Literal["relu", "tanh"] = "relu") -> Task: ...
 """
@@ -392,8 +392,8 @@ class _Wrong:
     def becomes_default(self) -> bool:
         """Fill in a table's missing kind from the key's default; return whether it did so.
 
-        Not if the table has a key of another kind: ``strategy.alpha=0.3`` alone configures the
-        default strategy.
+        Does nothing if the table has a key of another kind: ``strategy.alpha=0.3`` alone configures
+        the default strategy.
         """
         if self.details["type"] != "union_tag_not_found":
             return False
@@ -412,7 +412,7 @@ class _Wrong:
         return False
 
     def given(self) -> str:
-        """The key, its value unless it is a table or may be secret, and its sources."""
+        """The key with its sources, and with the value unless that is a table or may be secret."""
         text = _dotted([*self.at, *self.key]) or "configuration"
         absent = self.details["type"] in ("missing", "union_tag_not_found")
         if isinstance(self.node, _Leaf) and not absent and not self._may_be_secret():

@@ -1,8 +1,9 @@
 """Serving HTTP with bounded connections, time and memory.
 
-A service has two ports. Its own routes (only the coordinator has any) are on ``http.port``. Probes
-and metrics are on ``http.health_port``, with a separate connection limit, so that filling the first
-port can't get a service restarted. The first may speak TLS, the second never does.
+A service has two ports. Its own routes (only coordinators and gateways have any) are on
+``http.port``. Probes and metrics are on ``http.health_port``, with a separate connection limit, so
+that filling the first port can't get a service restarted. The first may speak TLS, the second never
+does.
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
 and headers, and applies back-pressure to clients that send too fast. It neither limits the number

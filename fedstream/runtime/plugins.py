@@ -259,7 +259,7 @@ def import_attribute(name: str, *, what: str) -> tuple[Any, ModuleType]:
 def _import(source: str, what: str) -> ModuleType:
     """Import a module by its dotted name or its file.
 
-    A file is imported under its stem, with its folder appended to ``sys.path``. That way the user's
+    A file is imported under its stem, with its folder appended to ``sys.path``. So the user's
     program can import its neighbours, and a spawned process, which inherits the path but not the
     modules, finds it under the same name.
     """

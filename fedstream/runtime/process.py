@@ -112,9 +112,9 @@ def short_pauses(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Inside the block, search for garbage mostly among objects newer than the last full search.
 
     A full search takes 0.6 µs per object. A waiting device has 75 objects, so with ten thousand
-    devices a full search stops all answers for half a second. It is repeated every ten minutes, or
-    once objects have grown by a quarter, because closed connections leave cyclic garbage, and
-    attackers can leave a megabyte a second.
+    devices a full search stops all answers for half a second. A full search is repeated every ten
+    minutes, or once objects have grown by a quarter, because closed connections leave cyclic
+    garbage, and attackers can leave a megabyte a second.
     """
     searched = looked = clock()
     held, is_full = 0, True

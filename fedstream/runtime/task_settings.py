@@ -162,8 +162,9 @@ class Participation:
 class LeaseSettings(Section):
     """The table ``[lease]``: a task's lease, renewed after a quarter of its time.
 
-    Once it expires, other trainers may take the task over. Trainers renew from the event loop while
-    they train in a thread, so the lease need only outlast a pause of the process, not the task.
+    Once the lease expires, other trainers may take the task over. Trainers renew from the event
+    loop while they train in a thread, so the lease need only outlast a pause of the process, not
+    the task.
     """
 
     seconds: Annotated[float, Field(gt=0)] = 15.0

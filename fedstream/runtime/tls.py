@@ -54,7 +54,7 @@ class TlsBuffers:
 class RenewedFiles(Generic[T]):
     """The value of certificates or tokens in files, which are read again once they change.
 
-    While the files are unusable, the value before stays, and each look tries again, as their
+    While the files are unusable, the previous value stays, and each look tries again, as the files'
     metadata doesn't show every repair.
     """
 
