@@ -1,8 +1,9 @@
 """Clean-up and repair of a run's keys: foreign values, leftovers of sites, and lost tasks.
 
-ACL users deny trainers any damage to shared keys. If a key holds a foreign value all the same, the
-value is quarantined where the service can recreate the key (registers, inboxes, and tasks, which
-are given up and triggered again). A foreign value in the run's own state is only reported.
+The rights of their Redis users keep trainers from damaging shared keys. If a key holds a foreign
+value all the same, the value is quarantined where the service can recreate the key (registers,
+inboxes, and tasks, which are given up and triggered again). A foreign value in the run's own state
+is only reported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SCAN = Script("scan")
 _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
 TRIM = Script("trim_registers")
-SCRIPTS = (_MEND, _SCAN, _DROP, _FIND)  # that coordinators run
+SCRIPTS = (_MEND, _SCAN, _DROP, _FIND)  # run by coordinators
 _OF_UPDATER = ("applied", "buffered")  # outcomes that coordinators never set
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # time that quarantined keys stay for an operator to inspect
 

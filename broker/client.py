@@ -50,7 +50,7 @@ from fedstream.core.errors import (
 __all__ = ["Client", "RedisSettings"]
 
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
-_BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # what a connection fails with
+_BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # errors of a failed connection
 _HOPS = 4  # redirects to follow before giving up
 _CLOCK_S = 2.0  # then the next pipeline also sends TIME
 _TIME: Command = ("TIME",)
@@ -328,7 +328,8 @@ class Client:
     ) -> list[Any]:
         """Send commands and return the replies.
 
-        Also sends TIME if the clock is due, unless the commands block or bound their replies.
+        Also sends TIME if a correction of the clock is due, unless the commands block or bound
+        their replies.
 
         ``once``: a node for this exchange alone. ``hops``: redirects followed so far.
         """

@@ -196,7 +196,10 @@ class EntryIntake:
                 tell(await decision)
 
     async def _decisions(self, read: list[Given]) -> list[Decided]:
-        """Decide on entries, and how to report each outcome; bury invalid entries."""
+        """Decide on entries; bury invalid ones.
+
+        Returns each decision, with the function that reports the decision's outcome.
+        """
         decisions: list[Decided] = []
         for group, entry in read:
             site = self._sites.get(group)

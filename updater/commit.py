@@ -159,7 +159,7 @@ class Commits:
         ahead: Sequence[Command] = (),
         look: Look | None = None,
     ) -> tuple[RunState, bool]:
-        """Commit once, and react to a refusal; return whether Redis accepted the commit.
+        """Commit once; return the state after that, and whether Redis accepted the commit.
 
         The commit deletes processed queue entries whose records are on disk, and retains the
         others.

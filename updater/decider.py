@@ -58,8 +58,8 @@ class Decider:
     metrics: UpdaterMetrics
     ledger: UpdaterLedger
     lease: Lease  # its epoch and nonce name the versions
-    fetched: Callable[[Entry, Upload, Layout, Ends], Awaitable[Payload]]  # as of the intake
-    unfetch: Callable[[Entry], Awaitable[None]]  # likewise
+    fetched: Callable[[Entry, Upload, Layout, Ends], Awaitable[Payload]]  # :meth:`Intake.fetched`
+    unfetch: Callable[[Entry], Awaitable[None]]  # :meth:`Intake.unfetch`
     spares: BufferPool
     max_norm: float | None
     norm_factor: float

@@ -81,7 +81,7 @@ class Recovery:
     ledger: UpdaterLedger
     lease: Lease
     create_run: Callable[[], tuple[Run, Model]]
-    versions: int  # configured now; a run that was to have fewer is extended
+    versions: int  # configured now; a run with fewer versions is extended
     parts: dict[str, str]  # for segments' heads
     format: Format  # of published models
     digests: DigestAlgorithm  # for a new run

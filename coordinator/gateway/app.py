@@ -120,7 +120,7 @@ class GatewayApp:
         ]
 
     async def device_of(self, request: web.Request) -> int:
-        """The device of a request, charged to its quota. Raises Refusal."""
+        """The device of a request, which is charged to the device's quota. Raises Refusal."""
         if self._opened is None:
             raise self._not_yet()
         device = await self._identity.device_of(request)
@@ -132,7 +132,7 @@ class GatewayApp:
         self._of_device.take(device)
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
-        """A request's JSON body. Raises Refusal, BadBody."""
+        """Read and parse a request's JSON body. Raises Refusal, BadBody."""
         return kind.decode(await body_of(request, within_s=self._settings.body_s))
 
     # tasks

@@ -145,8 +145,8 @@ class _Claims(NamedTuple):
 class VerifiedTokens:
     """A cache of verified tokens for one run and gateway.
 
-    Verifying a token takes a sixth of a task's processor time. The registry, not the token, tells
-    with each request whether the device is still enrolled.
+    Verifying a token takes a sixth of a task's processor time. Each request also looks the device
+    up in the registry, as a token can't tell whether its device is still enrolled.
     """
 
     def __init__(self, audience: str) -> None:

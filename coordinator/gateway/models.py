@@ -236,7 +236,7 @@ class ModelCopies:
 
 
 class RedisReaders:
-    """A limit on the downloads that read from Redis, which the updater needs too."""
+    """A limit on the downloads that read from Redis, as the updater needs Redis too."""
 
     def __init__(self, most: int) -> None:
         self._most = most

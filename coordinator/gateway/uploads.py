@@ -269,7 +269,7 @@ class Uploads:
             self._receiving -= places
 
     async def _whole(self, request: web.Request, mine: _Mine, note: UploadNote) -> web.Response:
-        """Receive an update of one chunk in one request, and write it together with its answer."""
+        """Receive an update of one chunk in one request, and write it with the task's answer."""
         found: list[bytearray] = []
         note = note.model_copy(update={"complete": True})
 

@@ -113,7 +113,7 @@ def _set(
         raise typer.Exit(1)
 
 
-# who may come to a gateway
+# access to a gateway
 
 
 @app.command("invite")

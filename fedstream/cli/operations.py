@@ -57,7 +57,7 @@ def status(
     else:
         from fedstream.coordinator.access import tokens_of
 
-        # Not redis, which is not asked.
+        # Without the table redis, as Redis is not asked.
         asked = ("run.name", "http.token", "http.token_file")
         settings = live_settings(config, redis=None, run=run, keys=asked)
         tokens = tokens_of(settings.http)
@@ -231,8 +231,8 @@ def doctor(
     """Check Redis, the run in it, the journal's volume, the task and its data.
 
     Says what to change. Loading your own task or strategy runs its code, and a file may come from a
-    stranger: name it (--task, --set), or trust the file of --config. That of FEDSTREAM_CONFIG is
-    trusted, as the services here run its code.
+    stranger: name it (--task, --set), or trust the file of --config. The file of FEDSTREAM_CONFIG
+    is trusted, as the services here run its code.
 
     Exit codes: 0 no problems (warnings don't count), 1 problems found, 2 wrong configuration.
     """

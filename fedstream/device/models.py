@@ -198,11 +198,11 @@ class ModelStore:
         refusal = reply.refusal("the model")
         if reply.status == 404 and refusal.reason == SUPERSEDED:
             raise Superseded(str(refusal))
-        if reply.status == 404 and not part.is_model:  # whatever the reason: there is the model
+        if reply.status == 404 and not part.is_model:  # for any reason: the whole model is left
             raise _NoChanges(str(refusal))
         if reply.status == 401 and refusal.reason == TOKEN:
             await self._gateway.token(fresh=True)
-        elif reply.status == 416:  # the file is not a part of it
+        elif reply.status == 416:  # the file is no beginning of the model
             part.drop()
             raise NotNow(str(refusal))
         else:

@@ -122,7 +122,7 @@ class UpdateUpload:
 
         async def look() -> Reply:
             reply = await self._gateway.once("HEAD", self._update.url)
-            if reply.status == 409:  # another request came behind it, perhaps a copy of an earlier
+            if reply.status == 409:  # a newer request has replaced it, perhaps a copy of an old one
                 raise NotNow("the gateway was asked about the update twice at once")
             return reply
 
