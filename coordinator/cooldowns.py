@@ -40,7 +40,7 @@ class Cooldowns:
     """The end of each device's cooldown; ``now`` is in seconds, of any clock."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds``: from the beginning of a task to the beginning of the device's next."""
+        """``seconds``: from the beginning of a task to the beginning of the device's next task."""
         self._seconds = seconds
         self._ends: OrderedDict[int, float] = OrderedDict()  # by device, the earliest first
         self._failing: dict[int, tuple[int, float]] = {}  # device -> failures, end of its rest

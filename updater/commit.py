@@ -339,8 +339,8 @@ class Publisher:
     def published(self, versions: Sequence[Version], retired: Sequence[str]) -> None:
         """Note that versions were committed and the models ``retired`` deleted.
 
-        Redis keeps the last version's model, and models written for an earlier try, which may have
-        succeeded with a lost reply.
+        Besides the last version's model, Redis keeps models that were written for an earlier try,
+        as that try may have succeeded with a lost reply.
         """
         for version in versions:
             if version.blob in self._written:

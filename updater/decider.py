@@ -372,7 +372,7 @@ def weighable(upload: Upload, newest: Sequence[int], most: int | None) -> Upload
 
     samples. The median is of the samples that the newest updates counted with, as if 20 updates of
     one sample had come before the first. So the first untrusted updates count alike, and later the
-    limit follows at most tenfold once half of the newest updates reached it.
+    limit grows at most tenfold each time that half of the newest updates have reached it.
 
     ``newest``: samples of the newest updates. ``most``: the operator's limit in place of this one.
     """

@@ -101,7 +101,7 @@ class Loop:
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
 
     async def begin(self) -> bool:
-        """Recover the state; False if another updater was faster, so that there is none."""
+        """Recover the run's state; return False if another updater was faster."""
         try:
             state = await self.recovery.recover()
         except OutOfMemory:

@@ -216,7 +216,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
     async def hand_out(
         self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
     ) -> str:
-        """Replace the device's state that trainers read by the staged state.
+        """Let trainers read the device's staged state in place of the state before.
 
         Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
         because an earlier call has handed it out). Raises Fenced. ``ahead``: commands from

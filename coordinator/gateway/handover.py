@@ -201,8 +201,8 @@ class HandOvers:
     async def find(self, task: str, device: int) -> Held:
         """A held task of this device, waiting a moment for a task that follows its device.
 
-        Raises NotHeld; instead HeldElsewhere, for at most ``lease_s`` after the device came, if
-        another replica may still hold the task; Refusal if too many devices are present.
+        Raises NotHeld; HeldElsewhere while another replica may still hold the task, which is at
+        most ``lease_s`` after the device came; and Refusal if too many devices are present.
         """
         try:
             return self._sessions.held(task, device)

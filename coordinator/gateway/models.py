@@ -120,8 +120,8 @@ class ModelCopies:
     async def _changed(self, head: Head, has: str) -> CachedBytes:
         """Get the changes since the model ``has``. Raises Refusal.
 
-        Changes are made only to the newest version or to an offered one, or devices could request
-        any pair of models.
+        Changes are made only to the newest version or to an offered one: otherwise devices could
+        request any pair of models.
         """
         if (made := self._changes.there(has, head.given)) is not None:
             return made
@@ -172,7 +172,7 @@ class ModelCopies:
 
     @contextmanager
     def _reading(self, head: Head) -> Iterator[None]:
-        """Turn errors of reading a version's model inside the block into Refusal."""
+        """Turn errors of the block, which reads a version's model, into Refusal."""
         try:
             yield
         except BlobMissing as error:

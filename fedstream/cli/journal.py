@@ -158,9 +158,9 @@ def verify(
 ) -> None:
     """Read the journal and check it against its own digests.
 
-    Checks messages against their checksums, updates against their digests, version numbers, and
-    that each segment starts where the one before it ended. Unless --no-models is given, also
-    rebuilds every version and compares outcomes, weights and digest.
+    Checks version numbers, the checksums of messages, the digests of updates, and that each segment
+    starts where the one before it ended. Unless --no-models is given, also rebuilds every version
+    and compares outcomes, weights and digest.
 
     Exit codes: 0 intact (a torn tail from a crash is fine), 1 damaged.
     """
@@ -418,8 +418,8 @@ def stats(
     """Show what each device contributed: outcomes, staleness, weight, loss and direction.
 
     Every number has its mean, median, 90th percentile and maximum. A terminal shows as many columns
-    as fit, always including the one sorted by. The norm is that of x_new, the distance that of
-    x_new - x, where x is the model that the update was mixed into.
+    as fit, and always the column sorted by. The norm is that of x_new, the distance that of x_new -
+    x, where x is the model that the update was mixed into.
 
     The mean cosine is between x_new - x and the model's movement in the K versions after the
     update's: around 0 or below, the other updates undid this one. Updates followed by fewer than K

@@ -348,9 +348,9 @@ def acl(
 def plugins(as_json: AsJson = False) -> None:
     """List the strategies, solvers and the like that a configuration can name.
 
-    Built-in ones, and those that installed packages announce by entry points, which are loaded to
-    see whether they work. Your own need no list: path/to/file.py:Name, package.module:Name.
-    Exit codes: 0 all work, 1 one doesn't.
+    Lists built-in plug-ins, and those that installed packages announce by entry points; the latter
+    are loaded to see whether they work. Plug-ins of your own need no list: path/to/file.py:Name,
+    package.module:Name. Exit codes: 0 all work, 1 one doesn't.
     """
     from fedstream.settings.plugin_sources import listed
 

@@ -71,7 +71,7 @@ class LocalTraining:
         *,
         save_s: float,
     ) -> None:
-        """``thread``: the only one that may use the learner. ``save_s``: time between two saves."""
+        """``thread``: only this thread may use the learner. ``save_s``: time between two saves."""
         self._learner = learner
         self._solvers = solvers
         self._thread = thread

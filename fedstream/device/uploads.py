@@ -1,7 +1,7 @@
 """Delivering an update in parts, with resumption after cuts, until there is a receipt.
 
-draft-ietf-httpbis-resumable-upload. A part is a few of the gateway's chunks, so that a cut loses
-little and requests stay below proxies' limits.
+The protocol is draft-ietf-httpbis-resumable-upload. A part is a few of the gateway's chunks, so
+that a cut loses little and requests stay below proxies' limits.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class _Look:
         return [rights.judged(self._user, what, asked, await rights.allowed(self._client, asked))]
 
     async def _users(self) -> Iterable[Finding]:
-        """Check the roles' users, which a service's own user may not do."""
+        """Check the roles' users, for which a service's own user lacks the right."""
         findings: list[Finding] = []
         if self._user in ROLES and self._user != "operator":
             return findings

@@ -78,7 +78,7 @@ def part(info: Info, *, cluster: bool, sentinel: bool) -> Iterator[Finding]:
 
 
 def persistence(info: Info, save: str | None) -> Iterator[Finding]:
-    """Check what Redis writes to disk. ``save``: its setting; None if it may not be read."""
+    """Check what Redis writes to disk. ``save``: the setting; None if this user can't read it."""
     about = "redis persistence"
     if info.get("loading") == "1":
         yield problem(about, "is loading its data from disk", "wait until it has finished")

@@ -2,14 +2,14 @@
 
 A service has two ports. Its own routes (only coordinators and gateways have any) are on
 ``http.port``. Probes and metrics are on ``http.health_port``, with a separate connection limit, so
-that filling the first port can't get a service restarted. The first may speak TLS, the second never
-does.
+that filling the first port can't get a service restarted. The first port may speak TLS, the second
+never does.
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
-and headers, and applies back-pressure to clients that send too fast. It neither limits the number
-of connections nor drops slow readers: :class:`ServedConnection` does both. Connections count from
-their acceptance. A connection above the limit gets a 503; with TLS it is closed, as an answer would
-take a handshake.
+and headers, and applies back-pressure to clients that send too fast. aiohttp neither limits the
+number of connections nor drops slow readers: :class:`ServedConnection` does both. Connections count
+from their acceptance. A connection above the limit gets a 503; with TLS it is closed, as an answer
+would take a handshake.
 """
 
 from __future__ import annotations

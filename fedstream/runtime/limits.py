@@ -106,9 +106,9 @@ class ConnectionLimit:
     def __init__(
         self, most: int, of_address: int | None = None, arrivals: float | None = None
     ) -> None:
-        """``most``: connections in all; ``of_address``: per address, None: unlimited.
+        """``most``: connections in all. ``of_address``: connections per address; None: unlimited.
 
-        ``arrivals``: new ones per second from an address, after a burst of the address's limit;
+        ``arrivals``: new connections per second from an address, after a burst of ``of_address``;
         None: unlimited.
         """
         self.most = most

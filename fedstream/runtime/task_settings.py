@@ -130,7 +130,7 @@ class Participation:
     def shares(self, devices: int) -> list[int] | None:
         """The rates of devices 0 to ``devices`` - 1 as integers in exact proportion.
 
-        None: all rates are equal.
+        None if all rates are equal.
         """
         if not self._rates:
             return None
