@@ -219,7 +219,7 @@ class Client:
         last ones. ``most`` is as for :meth:`pipeline`. If one of the first commands fails, this
         raises its error at once and closes the connection, and the outcome of the last commands is
         unknown. If another node must execute the commands, this waits for all replies and resends
-        all commands there.
+        the commands to that node.
         """
         generation = self._generation
         early: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()

@@ -238,7 +238,7 @@ class Loop:
     def _look(self) -> Look | None:
         """A read of the queue to send with a commit, if reading is the next step.
 
-        None while a read is under way. A read that was sent with an earlier commit may be, if a
+        None while a read is under way: it may have been sent with an earlier commit, after which a
         later commit failed.
         """
         busy = self.recorder.is_full or self.state.finished != self.state.sealed

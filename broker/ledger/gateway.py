@@ -96,8 +96,8 @@ class GatewayLedger(TakesTasks):
 
         ``invite``: the invite's digest. ``nonce_s``: seconds for which the nonce is remembered.
         Returns 'enrolled'; 'again' (the device had enrolled with this invite and key); or a reason
-        for refusal: 'revoked' (the device), 'used' (the invite, by another key), 'unknown' or
-        'expired' (the invite), 'replayed' (the nonce).
+        for refusal: 'revoked' (the device is), 'used' (the invite was, with another key), 'unknown'
+        or 'expired' (the invite is), 'replayed' (the nonce is known).
         """
         reply = await self._run(
             ENROL,

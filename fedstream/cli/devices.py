@@ -179,8 +179,8 @@ def devices_revoke(
 ) -> None:
     """Turn devices away at the gateway, and withdraw their invites, until `admit`.
 
-    Within about three seconds their tokens end, and their tasks are given up. What they sent before
-    counts: to refuse that too, use `quarantine`.
+    Within about three seconds their tokens end, and their tasks are given up. Updates that they
+    sent before count: to refuse those as well, use `quarantine`.
     """
     _set_access(devices, site, config, redis, run, admit=False)
 
