@@ -1,12 +1,13 @@
 """Blobs: models and updates as Redis hashes of chunks of about 1 MiB.
 
 Chunks move 2 to 5 times faster than a single value of 100 MB and stay far below Redis's limit of
-512 MB per value. A blob is written once, before the entry that names it, and its name is never
-reused. It has an expiry that admission removes, so leftovers of a crashed writer go away by
-themselves.
+512 MB per value. A blob is written once, before the entry that names it, and the blob's name is
+never reused. A blob expires unless admission removes its expiry, so leftovers of a crashed writer
+go away by themselves.
 
-A blob's field ``size`` has its size. An encoded model has a field with its format, size and digest
-instead: to a release that knows no formats the blob seems to be missing, and it waits.
+The field ``size`` of a blob has the blob's size in bytes. The blob of an encoded model has a field
+with format, size and digest instead, so a release that knows no formats takes the blob for missing
+and waits.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _CHUNKS = b"chunks"
 def chunks_of(size: int) -> int:
     """The number of chunks in which this release writes ``size`` bytes.
 
-    An entry that names a blob has this number too: another release may choose another chunk size.
+    An entry that names a blob states this number, as another release may choose another chunk size.
     """
     return -(-size // CHUNK)
 
 
 def _statement(size: int, encoded: Encoded | None) -> tuple[bytes, bytes]:
-    """The field with the blob's size, or with an encoded model's description, and its value."""
+    """Name and value of the field with the blob's size, or with an encoded model's description."""
     return (_ENCODED, encoded.text.encode()) if encoded else (SIZE, b"%d" % size)
 
 
@@ -77,9 +78,9 @@ async def prepare(
 ) -> Sequence[Command]:
     """Write the payload now, or return the commands that write it if it fits into one chunk.
 
-    The commands, one transaction, go ahead of the script that names the blob and save a round trip.
-    Passed to the script as an argument, the chunk would be copied into Lua, which costs Redis more
-    than everything else. ``encoded``: as for :func:`write`.
+    The commands are one transaction. Sent ahead of the script that names the blob, they save a
+    round trip. If the chunk were an argument of the script, Redis would copy it into Lua, which
+    costs more than everything else. ``encoded``: as for :func:`write`.
     """
     data = payload.buffer.data
     if data.nbytes > CHUNK:
@@ -101,12 +102,12 @@ async def read(
 ) -> None:
     """Read the blob under ``key`` into a payload of its size and check its size and digest.
 
-    ``digest``: of the bytes; None: the caller checks the digest. ``chunks``: the number of chunks
-    that the entry states; None: an earlier release wrote the entry, so this release's chunk size is
-    assumed. ``encoded``: as for :func:`write`. Accepts chunks of any length, so use it only for
-    blobs that no site can write: models, and updates whose lengths admission has checked. Raises
-    BlobMissing if there is no blob, BlobDamaged if size or digest differ; the payload's bytes are
-    then undefined.
+    ``digest``: the expected digest of the bytes; None: the caller checks the digest. ``chunks``:
+    the number of chunks that the entry states; None: an earlier release wrote the entry, so this
+    release's chunk size is assumed. ``encoded``: as for :func:`write`. Accepts chunks of any
+    length, so use it only for blobs that no site can write: models, and updates whose lengths
+    admission has checked. Raises BlobMissing if there is no blob, BlobDamaged if size or digest
+    differ; the payload's bytes are then undefined.
     """
     data = into.buffer.data
     size = data.nbytes
@@ -143,7 +144,7 @@ async def read_chunk(
 ) -> bytes:
     """Read one chunk of a blob of ``size`` bytes in chunks of this release's size.
 
-    Checks the chunk's length and not its content. ``encoded``: as for :func:`write`. Raises
+    Checks the chunk's length, but not its content. ``encoded``: as for :func:`write`. Raises
     BlobMissing, BlobDamaged.
     """
     field, expected = _statement(size, encoded)
@@ -166,7 +167,7 @@ class Wanted:
 
     @property
     def numbers(self) -> range:
-        """The numbers of its chunks."""
+        """The numbers of the update's chunks."""
         return range(chunks_of(self.into.buffer.nbytes) if self.chunks is None else self.chunks)
 
 
@@ -191,7 +192,7 @@ async def read_together(
 
 
 def _failure_in(one: Wanted, said: list[Any]) -> BlobMissing | BlobDamaged | None:
-    """The error in a blob's replies; None if size and bytes are as wanted."""
+    """The error in the replies about a blob; None if size and digest are as wanted."""
     size = one.into.buffer.nbytes
     try:
         length = _length(one.key, _statement(size, None)[1], said)
@@ -210,7 +211,7 @@ async def _failure(client: Client, one: Wanted) -> BlobMissing | BlobDamaged | N
 
 
 def _asking(key: str, field: bytes, numbers: range) -> list[Command]:
-    """The commands that read ``field`` of a blob, and chunks."""
+    """The commands that read ``field`` of a blob, and the chunks with these numbers."""
     return [("HGET", key, field), *(("HGET", key, n) for n in numbers)]
 
 
@@ -246,7 +247,10 @@ async def _of(
     commands: Sequence[Command],
     into: Sequence[memoryview | None] | None = None,
 ) -> list[Any]:
-    """Send commands that read a blob. Raises BlobDamaged if the key holds another type."""
+    """Send commands that read a blob; return the replies.
+
+    Raises BlobDamaged if the key holds a value of another type.
+    """
     try:
         return await client.pipeline(commands, into=into)
     except Foreign as error:  # a site may write a value of any type under an update's key
@@ -280,7 +284,7 @@ async def stated(client: Client, key: str) -> tuple[int | None, Encoded | None]:
 
 
 async def recall(client: Client, key: str, into: Payload) -> bool:
-    """Read a blob that states its own digest, as handed-out vectors do; False if there is none.
+    """Read a blob that states its own digest, as handed-out vectors do; False if it is missing.
 
     Raises BlobDamaged or BlobMissing if the blob is replaced meanwhile: read it again.
     """

@@ -29,13 +29,13 @@ class BoundedClient(Client):
     def __init__(
         self, settings: RedisSettings, name: str = "", *, links: int, loads_scripts: bool = True
     ) -> None:
-        """``links``: the most concurrent exchanges, and so connections."""
+        """``links``: the most concurrent exchanges; each takes one connection."""
         super().__init__(settings, name, loads_scripts=loads_scripts)
         self._links = links
         self._free = asyncio.Semaphore(links)
 
     async def call(self, *command: Argument, wait_s: float = 0.0) -> Any:
-        """As of any client."""
+        """Send one command, as :meth:`Client.call` does, once a connection is free."""
         if wait_s:
             return await super().call(*command, wait_s=wait_s)
         async with self._turn():
@@ -49,7 +49,7 @@ class BoundedClient(Client):
         most: float = inf,
         into: Sequence[BulkPlace] | None = None,
     ) -> list[Any]:
-        """As of any client."""
+        """Send several commands, as :meth:`Client.pipeline` does, once a connection is free."""
         if wait_s:
             return await super().pipeline(commands, wait_s=wait_s, most=most, into=into)
         async with self._turn():

@@ -1,8 +1,9 @@
 """Clean-up and repair of a run's keys: foreign values, leftovers of sites, and lost tasks.
 
-ACL users deny trainers any damage to shared keys. If a key holds a foreign value all the same, the
-value is quarantined where the service can recreate the key (registers, inboxes, and tasks, which
-are given up and triggered again). A foreign value in the run's own state is only reported.
+The rights of their Redis users keep trainers from damaging shared keys. If a key holds a foreign
+value all the same, the value is quarantined where the service can recreate the key (registers,
+inboxes, and tasks, which are given up and triggered again). A foreign value in the run's own state
+is only reported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SCAN = Script("scan")
 _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
 TRIM = Script("trim_registers")
-SCRIPTS = (_MEND, _SCAN, _DROP, _FIND)  # that coordinators run
+SCRIPTS = (_MEND, _SCAN, _DROP, _FIND)  # run by coordinators
 _OF_UPDATER = ("applied", "buffered")  # outcomes that coordinators never set
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # time that quarantined keys stay for an operator to inspect
 
@@ -155,7 +156,7 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
 
 
 def registers(keys: Keys, some: Iterable[bytes]) -> list[bytes]:
-    """The gateways' registers among ``some`` keys: those of their keys that don't expire."""
+    """The gateways' registers in ``some``: all keys of gateways except nonces and uploads."""
     start = len(keys.prefix.encode())
     return [name for name in _of(keys, some, "gateway:") if not _OF_GATEWAYS.match(name, start)]
 
@@ -206,10 +207,10 @@ async def expire_unowned(
 async def cap_workspaces(
     client: Client, keys: Keys, some: Iterable[bytes], held: dict[str, int], most: int
 ) -> set[str]:
-    """Expire invalid workspaces, and those beyond ``most`` bytes per site; return these sites.
+    """Expire invalid workspaces, and those beyond ``most`` bytes per site; return their sites.
 
-    The pool's workspaces are kept. ``held``: bytes of each site in the keys seen so far; updated
-    with those of ``some``.
+    The pool's workspaces are kept. ``held``: the bytes of each site's workspaces that were kept so
+    far; this call adds those that it keeps.
     """
     ours = (keys.prefix + _WORKSPACES).encode()
     places = {
@@ -275,11 +276,11 @@ async def find_lost(
 async def ended_unlike(
     client: Client, keys: Keys, done: Callable[[str], End | None], look: str
 ) -> list[End]:
-    """Find tasks that are open in Redis, or ended otherwise, although ``done`` has their end.
+    """Find the tasks whose end in ``done`` Redis lacks: there they are open or ended otherwise.
 
     There are such tasks after Redis fell back to an older state: they were open again, and another
-    answer could end them. Returns the ends in ``done``. ``look`` is written to Redis first: while
-    it is there, Redis has not fallen back to a state before this search.
+    answer could end them. Returns their ends from ``done``. ``look`` is written to Redis first:
+    while it is there, Redis has not fallen back to a state before this search.
     """
     _, opened, ended = await client.pipeline(
         [("HSET", keys.tokens, "look", look), ("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)]

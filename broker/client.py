@@ -6,8 +6,8 @@ directly: each command is sent once, a missing reply raises :class:`Unavailable`
 decides whether a retry is safe. Replies have RESP2 shapes, always as bytes.
 
 With sentinels or a cluster (:mod:`fedstream.broker.discovery`), the client asks which node to use
-before it connects, and again after a failure. It resends a command to another node only if the
-first node said that it did not execute it.
+before it connects, and again after a failure. The client resends a command to another node only if
+the first node said that it had not executed the command.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fedstream.core.errors import (
 __all__ = ["Client", "RedisSettings"]
 
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
-_BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # what a connection fails with
+_BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # errors of a failed connection
 _HOPS = 4  # redirects to follow before giving up
 _CLOCK_S = 2.0  # then the next pipeline also sends TIME
 _TIME: Command = ("TIME",)
@@ -204,8 +204,9 @@ class Client:
         ``most``: limit in bytes on all replies together, accurate to one read of 256 KiB, for
         replies whose length a site controls. Beyond the limit, this raises ReplyTooLarge although
         Redis executes every command. ``into``: a buffer for each command's reply, which must be a
-        bulk string or nil; the returned reply is then its length. Commands in a row with the same
-        buffer append to it, and bytes beyond its end are dropped. None: the reply is returned.
+        bulk string or nil; the returned reply is then the length in bytes. Replies in a row with
+        the same buffer are appended to each other, and bytes beyond the buffer's end are dropped.
+        None: the reply is returned.
         """
         return self._exchange(commands, wait_s, most, into)
 
@@ -217,8 +218,8 @@ class Client:
         Returns once the replies to the first commands are there; :meth:`Started.rest` waits for the
         last ones. ``most`` is as for :meth:`pipeline`. If one of the first commands fails, this
         raises its error at once and closes the connection, and the outcome of the last commands is
-        unknown. If another node must execute them, this waits for all replies and resends the
-        commands there.
+        unknown. If another node must execute the commands, this waits for all replies and resends
+        the commands to that node.
         """
         generation = self._generation
         early: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
@@ -300,7 +301,10 @@ class Client:
         return translated
 
     def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:
-        """Follow a redirect: the node for this exchange alone, or None if the slot has moved."""
+        """Follow a redirect: return the node for this exchange alone.
+
+        Returns None if the slot has moved: its new node is the current one from now on.
+        """
         # A node that doesn't know its own name sends an empty host: it means itself.
         here = self._place[0] if self._place else ""
         place = (failure.host or here, failure.port)
@@ -324,7 +328,8 @@ class Client:
     ) -> list[Any]:
         """Send commands and return the replies.
 
-        Also sends TIME if the clock is due, unless the commands block or bound their replies.
+        Also sends TIME if a correction of the clock is due, unless the commands block or bound
+        their replies.
 
         ``once``: a node for this exchange alone. ``hops``: redirects followed so far.
         """
@@ -437,7 +442,10 @@ class Client:
             raise self._lost_redis(error, generation) from error
 
     def _lost_redis(self, error: Exception, generation: int) -> BrokerError:
-        """Translate the failure of a connection of this generation."""
+        """Translate the failure of a connection.
+
+        Forgets the current node, unless the connection is of an earlier ``generation``.
+        """
         translated = self._translated(error)
         self._lost = True
         if self._guide is not None and generation == self._generation:
@@ -469,7 +477,7 @@ class Client:
         return link
 
     def _taken_over(self, connection: Connection) -> Link:
-        """Take the transport of a connection after redis-py's handshake, as a link."""
+        """Make a link from the transport of a connection, after redis-py's handshake."""
         reader, writer = connection._reader, connection._writer  # noqa: SLF001
         if reader is None or writer is None or reader.at_eof() or writer.transport.is_closing():
             raise exceptions.ConnectionError("Connection closed by server.")  # or reset
@@ -514,7 +522,7 @@ class Client:
     async def read_certificates(self) -> None:
         """Update :attr:`certificates` by new handshakes: open connections may have older ones.
 
-        An untrusted server keeps its entry; an unreachable server loses it.
+        An untrusted server's earlier entry stays; an unreachable server's entry is removed.
         """
         current = () if self._place is None else (self._place,)
         places = {*self.places, *current, *self.certificates}
@@ -551,7 +559,10 @@ class Client:
                 await _disconnect(connection)
 
     def _forget(self, place: Address | None = None) -> None:
-        """Use ``place`` from now on (None: ask sentinels or cluster); close idle connections."""
+        """Use ``place`` from now on, and close idle connections.
+
+        None: ask the sentinels or the cluster, if there are any.
+        """
         self._place = place
         self._generation += 1
         for link in self._idle:
@@ -611,7 +622,7 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
 
 
 async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[str, Any]:
-    """A server's certificate; empty if the context verifies none. Raises OSError."""
+    """Read a server's certificate; {} if the context verifies no certificates. Raises OSError."""
     _, writer = await asyncio.open_connection(*place, ssl=context)
     shown: Mapping[str, Any] | None = writer.get_extra_info("peercert")
     writer.transport.abort()
@@ -619,7 +630,7 @@ async def shown_certificate(place: Address, context: ssl.SSLContext) -> Mapping[
 
 
 def _ends(shown: Mapping[str, Any], context: ssl.SSLContext) -> float:
-    """When a certificate or the trusted authority that signed it expires (seconds since 1970)."""
+    """The time (seconds since 1970) at which a certificate or its trusted authority expires."""
     chain = [shown, *(one for one in context.get_ca_certs() if one["subject"] == shown["issuer"])]
     return min(ssl.cert_time_to_seconds(one["notAfter"]) for one in chain)
 
@@ -666,6 +677,6 @@ def _raise_passing(replies: Sequence[Any]) -> None:
 
 
 def _is_done(command: Command, reply: Any) -> bool:
-    """Whether a command took effect; MULTI and commands that were only queued did not."""
+    """Whether a command took effect, by its reply: MULTI and commands only queued did not."""
     failed = isinstance(reply, exceptions.ResponseError)
     return not failed and command[0] != "MULTI" and reply != b"QUEUED"

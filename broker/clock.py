@@ -11,7 +11,7 @@ import time
 if sys.platform == "linux":
 
     def uptime() -> float:
-        """The machine's uptime in seconds, with its sleep; setting a clock doesn't change it."""
+        """The machine's uptime in seconds, sleep included; setting a clock doesn't change it."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 else:
@@ -34,5 +34,5 @@ class Clock:
         self._ahead = min(max(ahead, least), most)
 
     def now(self) -> float:
-        """Redis's time in seconds since 1970; this machine's time before the first reply."""
+        """Redis's time in seconds since 1970; before the first reply, this machine's time."""
         return time.time() if self._ahead is None else uptime() + self._ahead

@@ -19,7 +19,10 @@ _packed = cast("Callable[[Command], bytes]", hiredis.pack_command)
 
 
 def asking(commands: Sequence[Command]) -> Iterator[Command]:
-    """Prefix commands with ASKING, which covers one command or one MULTI, for an importing node."""
+    """Prefix commands with ASKING, for a node that is importing their slot.
+
+    One ASKING covers one command or one MULTI.
+    """
     inside = False
     for command in commands:
         if not inside:

@@ -1,7 +1,7 @@
 """Discovery of the node to talk to: the master named by sentinels, or the node of a cluster slot.
 
 Does no I/O: the caller passes in the function that asks a node. A run lives in one slot, so in a
-cluster a single node serves all of it.
+cluster a single node serves the whole run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ask = Callable[[Address, tuple[str, ...]], Awaitable[Any]]
 
 
 class Discovery(ABC):
-    """Nodes that know the current address, asked in turn; the last one that knew comes first."""
+    """Nodes that know the current address, asked in turn; the node that knew last comes first."""
 
     def __init__(self, nodes: Sequence[Address]) -> None:
         self.nodes = list(nodes)
@@ -89,7 +89,7 @@ class Sentinels(Discovery):
 
 
 class Cluster(Discovery):
-    """A cluster, any node of which knows the slots' nodes; nodes it names can be asked too."""
+    """A cluster. Each of its nodes knows the node of every slot, and names further nodes to ask."""
 
     def __init__(self, node: Address) -> None:
         super().__init__([node])

@@ -185,12 +185,12 @@ class Link(asyncio.BufferedProtocol):
 
         ``most``: limit in bytes on all replies together, accurate to one read. ``into``: a buffer
         for each reply, all of which must be a bulk or nil; replies in a row with the same buffer
-        append to it; None: return bytes. The future fails with TimeoutError after ``seconds``,
-        with ReplyTooLarge or with OSError. The caller must then abort the connection, and also if
-        it cancels the future. Raises ConnectionError.
+        are appended to each other; None: return bytes. The future fails with TimeoutError after
+        ``seconds``, with ReplyTooLarge or with OSError. The caller must then abort the connection,
+        as after cancelling the future. Raises ConnectionError.
 
         ``early``: a future that gets all replies but the last ``late``, as soon as they are there,
-        or the same error. The last replies may take ``wait_s`` longer than ``seconds``.
+        or fails with the same error. The last replies may take ``wait_s`` longer than ``seconds``.
         """
         if not self.is_open:  # the transport reports a loss only once
             raise ConnectionError(_CLOSED)

@@ -6,11 +6,11 @@ from what the services do. Redis checks commands inside scripts like any others,
 and write access to a script's declared keys. Nobody has EVAL: only the scripts in ``broker/lua``
 run inside Redis.
 
-Trainers share one user per site, as a site's trainers trust each other. It can append to the site's
-inbox, take the site's tasks, write the site's updates, and write and read the site's workspaces.
-Beyond that it can read the run's record, the newest version, the models, and a strategy's state of
-the devices that the site was sent tasks for. It can't load scripts: services do that. It can't
-read, claim or delete an inbox entry or an update, not even its own.
+Trainers share one user per site, as a site's trainers trust each other. This user can append to the
+site's inbox, take the site's tasks, write the site's updates, and write and read the site's
+workspaces. Beyond that it can read the run's record, the newest version, the models, and a
+strategy's state of the devices that the site was sent tasks for. It can't load scripts: services do
+that. It can't read, claim or delete an inbox entry or an update, not even its own.
 
 A gateway is a trainer of a site of its own that also keeps the register of its enrolled devices.
 Its replicas share a user.
@@ -163,7 +163,7 @@ def acl(
 
 
 def _hashes(password: str) -> str:
-    """The passwords in a secret, in the form of an ACL file."""
+    """The hashes of the passwords in a secret, in the form of an ACL file."""
     return " ".join(f"#{hashlib.sha256(one.encode()).hexdigest()}" for one in in_lines(password))
 
 

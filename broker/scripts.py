@@ -5,14 +5,14 @@ A script's first line names the keys it touches, ``-- keys: open counts``; the s
 shared by several scripts are in ``lua/prelude.lua``. Each script is sent with only the functions
 that it uses, because Redis defines them anew at each run.
 
-Redis requires read and write access to every declared key of a script. So a key that a script only
-reads or only writes, for a user with no other right to it, is named in a second line,
-``-- undeclared: run head``, and assembled in the script from the run's prefix; Redis still checks
-the commands on it. Undeclared keys lie in the run's slot like the others.
+Redis requires read and write access to every declared key of a script. So a script doesn't declare
+a key that its user may only read or only write. A second line names such keys, ``-- undeclared: run
+head``, and the script assembles them from the run's prefix; Redis still checks the commands on
+them. Undeclared keys lie in the run's slot like the others.
 
-Redis checks its memory limit when a script starts. If it is reached, the script's first write that
-takes memory fails. So every script that takes memory makes such a write (``guard``) before it
-deletes anything: out of memory, the script changes nothing, and never does half its work.
+Redis checks its memory limit when a script starts. If the limit is reached, the script's first
+write that takes memory fails. So every script that takes memory makes such a write (``guard``)
+before it deletes anything: out of memory, the script changes nothing, and never does half its work.
 
 A script names a reason as Python does, ``reasons.TOO_STALE``. Loading the script replaces the name
 by the reason's text.
@@ -108,8 +108,9 @@ async def run(client: Client, command: Command, *, ahead: Sequence[Command] = ()
 
     Raises NoScript if this user may not load scripts; a service will load them.
 
-    ``ahead``: commands sent before the script in the same write. If one of them fails, this raises
-    its error, but the script has run all the same, so the script must check their effect.
+    ``ahead``: commands sent before the script in the same write. If one of these fails, this raises
+    its error, but the script has run all the same: the script must check the effect of the
+    commands.
     """
     try:
         return (await client.pipeline([*ahead, command]))[-1]

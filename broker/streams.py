@@ -107,7 +107,7 @@ class Group:
     def __init__(
         self, client: Client, stream: str, group: str, consumer: str, *, largest: int | None = None
     ) -> None:
-        """``largest``: drop the data of an entry with more bytes, in streams that sites fill."""
+        """``largest``: bytes above which an entry's data is dropped, in streams that sites fill."""
         self._client = client
         self._largest = largest
         self.stream = stream
@@ -143,10 +143,10 @@ class Group:
     ) -> tuple[list[Entry], list[tuple[Entry, int]]]:
         """Claim entries idle for ``idle_ms``; return (entries, [(poison, deliveries)]).
 
-        ``own``: claim this consumer's entries, regardless of idle time, which it got before a crash
-        or whose reply it lost. ``quiet``: count no delivery, because Redis was at fault and not the
-        entry. An entry already delivered ``most`` times is poison: it is returned but not claimed.
-        Without a consumer name, nothing is claimed.
+        ``own``: claim, regardless of idle time, the entries that this consumer got before a crash,
+        or in a reply that was lost. ``quiet``: count no delivery, because Redis was at fault and
+        not the entry. An entry already delivered ``most`` times is poison: it is returned but not
+        claimed. Without a consumer name, nothing is claimed.
 
         With ``largest``, a larger entry is claimed without its data at any number of deliveries,
         and one claim ends after ``PARTS`` times ``largest`` bytes.

@@ -35,7 +35,7 @@ class Tokens:
         self._tokens = RenewedFiles([self._file] if self._file is not None else [], self._read)
 
     def now(self) -> list[str]:
-        """The tokens. While the file is unusable, which is logged once, its previous tokens."""
+        """The accepted tokens; while the file is unusable, its previous ones (logged once)."""
         return self._tokens.look(
             lambda error: structlog.get_logger().warning(
                 "unusable token file, so its previous tokens stay valid: correct it",

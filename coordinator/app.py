@@ -27,7 +27,10 @@ _RETRY_S = 2
 
 
 def status(name: str, view: Tally) -> dict[str, Any]:
-    """A run's status as plain data, for HTTP and `fedstream status`; the tally needs inboxes."""
+    """A run's status as plain data, for HTTP and `fedstream status`.
+
+    ``view``: a tally that also counts the inboxes' entries.
+    """
     run, head = view.run, view.head
     return {
         "run": name,

@@ -28,8 +28,8 @@ def rest_after(failures: int) -> float:
 def no_device_works(failed: int, tried: int, devices: int) -> str:
     """The error if no device works and the run can't succeed; '' while one may work.
 
-    ``failed``: failed tasks since the last update, on ``tried`` different devices of the
-    ``devices`` that can be asked. 30 failing devices are taken to stand for all.
+    ``failed``: number of tasks that failed since the last update, on ``tried`` different devices
+    out of the ``devices`` that can be asked. 30 failing devices count as all devices.
     """
     if failed < _LEAST_FAILED or tried < max(1, min(devices, _MOST_TRIED)):
         return ""
@@ -40,7 +40,7 @@ class Cooldowns:
     """The end of each device's cooldown; ``now`` is in seconds, of any clock."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds``: from the beginning of a task to the beginning of the device's next."""
+        """``seconds``: from the beginning of a task to the beginning of the device's next task."""
         self._seconds = seconds
         self._ends: OrderedDict[int, float] = OrderedDict()  # by device, the earliest first
         self._failing: dict[int, tuple[int, float]] = {}  # device -> failures, end of its rest

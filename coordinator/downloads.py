@@ -81,7 +81,7 @@ class Downloads:
             making.exception()
 
     async def _made(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
-        """Read and check a model, one at a time, as this briefly needs several copies."""
+        """Read and check a model; one model at a time, as this briefly takes several copies."""
         async with self._turn:
             if len(self._bodies) >= _MODELS:
                 raise Busy(f"{_MODELS} other versions are being read: try again later")

@@ -1,6 +1,7 @@
 """Decisions on the entries that coordinators read: triggers, and messages from sites.
 
-A site is identified by its inbox. Its messages can affect only its own trainers, devices and tasks.
+A site is identified by its inbox. A site's messages can affect only its own trainers, devices and
+tasks.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Entries:
     def _bounded(self, upload: Upload) -> Upload:
         """An untrusted device's upload with bounded loss and time, so that their sums stay finite.
 
-        The updater and the admission bound samples and steps, which needs other devices' values.
+        Samples and steps are bounded later, by the updater and by the script that admits the
+        update.
         """
         loss = upload.loss
         if loss is not None:
@@ -253,7 +255,7 @@ class Entries:
     def _tell_dispatched(
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
     ) -> None:
-        """``at``: the time of the decision, in seconds since 1970."""
+        """Count and log the outcome. ``at``: the decision's time, in seconds since 1970."""
         self._dispatched.add(verdict)
         if isinstance(message, Trigger):
             what = "dispatched" if verdict == "sent" else "not dispatched"

@@ -31,7 +31,7 @@ _RECENT = 32  # tasks in the moving average
 
 
 class Gathering:
-    """Short waits of one loop, so that it handles several entries at once.
+    """Short waits of one loop, so that the loop handles several entries at once.
 
     Entries and versions that follow one another within a moment then share a wake-up, an exchange
     with Redis and a script. A loop waits only while many tasks are open for each trainer, so no
@@ -160,7 +160,7 @@ class EntryIntake:
 
     @contextmanager
     def _unless_lost(self, *groups: Group) -> Iterator[None]:
-        """Mark groups as unsure on an error, as an unread reply may have delivered entries."""
+        """Mark groups as unsure if the block raises: an unread reply may have delivered entries."""
         try:
             yield
         except FedstreamError:
@@ -196,7 +196,10 @@ class EntryIntake:
                 tell(await decision)
 
     async def _decisions(self, read: list[Given]) -> list[Decided]:
-        """Decide on entries, and how to report each outcome; bury invalid entries."""
+        """Decide on entries; bury invalid ones.
+
+        Returns each decision, with the function that reports the decision's outcome.
+        """
         decisions: list[Decided] = []
         for group, entry in read:
             site = self._sites.get(group)
@@ -229,8 +232,8 @@ class EntryIntake:
     ) -> None:
         """Move an entry to ``dead``, and end its task if it names one.
 
-        ``site``: the site of the stream, if not an inbox. ``found``: a trainer's report, in this
-        entry, of an unreadable entry.
+        ``site``: the site of the entry's stream, unless that is an inbox. ``found``: the report in
+        this entry about an unreadable entry, by a trainer.
         """
         task: Assignment | Trigger | Upload | GiveUp | None = None
         for kind in (Assignment, Trigger, Upload, GiveUp):

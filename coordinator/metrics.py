@@ -47,7 +47,7 @@ class SchedulerMetrics:
         self.show_held("")
 
     def show_held(self, by: str) -> None:
-        """Show the limit that holds tasks back; '': none."""
+        """Set the metric of the limit that holds tasks back; '': none."""
         for reason in HELD_BY:
             self._holding.labels(reason).set(reason == by)
 
@@ -139,7 +139,8 @@ def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
 def open_by_state(view: Tally, training: int) -> dict[str, int]:
     """Count open tasks by state: answered (in the queue), training, or waiting.
 
-    The counts add up to the open tasks. They are capped, as an entry may briefly outlive its task.
+    The counts add up to the number of open tasks: each is capped, as an entry may briefly outlive
+    its task.
     """
     left = view.tasks
     answered = min(left, view.admitted)

@@ -41,8 +41,8 @@ class Mirror:
     def follow(self, tally: Tally, changes: Changes, now: float) -> bool:
         """Apply a look at the run; ``now``: seconds since 1970, by Redis's clock.
 
-        Returns whether the numbers of tasks and owners equal Redis's. If not, a change was not
-        logged (by an earlier release, or because a key was quarantined): apply a look at
+        Returns whether the mirror's numbers of tasks and owners equal Redis's. If not, a change was
+        not logged (by an earlier release, or because a key was quarantined): apply a look at
         everything.
         """
         self.place = changes.place

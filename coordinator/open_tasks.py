@@ -107,7 +107,7 @@ class OpenTasks(Collection[Trigger]):
         return [task for v in sorted(self._rounds) if v < version for task in self.in_round(v)]
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[str, Overdue]]:
-        """The overdue tasks, and why. ``timeout_s``: for tasks without a deadline."""
+        """The overdue tasks, each with the reason. ``timeout_s``: for tasks without a deadline."""
         old = self._opened[: self._due(self._opened, now, timeout_s)]
         late = self._deadlines[: self._due(self._deadlines, now, 0.0)]
         return [(task, TIMED_OUT) for *_, task in old] + [(t, DEADLINE_PASSED) for *_, t in late]

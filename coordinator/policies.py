@@ -59,16 +59,16 @@ class Traffic:
 class Policy(NamedSettings):
     """Base class of policies. A policy's fields are the keys of ``scheduler.policy``.
 
-    Only :meth:`in_flight` must be defined; a task then begins as soon as fewer are open, on a
-    device drawn by the rates of ``participation``.
+    Only :meth:`in_flight` must be defined. By default, a task begins as soon as fewer tasks are
+    open, on a device drawn by the rates of ``participation``.
     """
 
     kind: str = ""
     """the policy's name in the configuration"""
     catches_up: ClassVar[bool] = False
-    """Whether ``last`` is the time at which the last task was due, not its beginning. A task that
-    begins late then doesn't delay the next, which keeps the mean rate; live, at most 1 s is made
-    up for."""
+    """Whether ``last`` is the time at which the last task was due, and not its beginning. If so, a
+    task that begins late doesn't delay the next one, which keeps the mean rate; a live scheduler
+    makes up for 1 s at most."""
     devices_decide: ClassVar[bool] = False
     """Whether devices ask for tasks, and the scheduler triggers none."""
 
@@ -105,7 +105,7 @@ _DELAY_S = 0.0005  # default mean delay before each trigger
 
 
 class InFlight(Policy):
-    """N tasks in flight; without n, one for each live trainer and each device at a gateway.
+    """N tasks in flight; without ``n``, one for each live trainer and each device at a gateway.
 
     Delays are exponential: FedAsync's scheduler 'randomizes the timing of training tasks to avoid
     overloading the updater'.

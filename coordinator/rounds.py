@@ -24,7 +24,7 @@ class Rounds(NamedSettings):
     and a new round begins from the same version.
 
     No device answers twice in a round, so a round has at most as many answers as there are devices.
-    Memory may limit it further.
+    Memory may limit this number further.
     """
 
     kind: Literal["rounds"] = "rounds"
@@ -65,7 +65,7 @@ RoundVerdict: TypeAlias = Literal["goes on", "over", "again", "dropped"]
 
 
 def verdict(policy: Rounds, it: Round, now: float) -> RoundVerdict:
-    """Decide whether a round goes on.
+    """Decide whether a round goes on: 'goes on', 'over', 'again' or 'dropped'.
 
     'over': a version is made of the answers so far. After a time-out with too few answers, 'again':
     the round continues from now with other devices; 'dropped': the answers are not used.
@@ -87,7 +87,7 @@ def wanted(policy: Rounds, devices: int, room: int | None) -> tuple[int, str]:
 
     ``room``: updates that memory has room for; None: no known limit. The number is at least 1, and
     at least ``min_answers`` if there are enough devices, as the updates need not all be in memory
-    at once. Queue and staleness don't limit a round, whose answers the queue is waiting for.
+    at once. Limits on queue and staleness don't apply: the queue waits for the round's answers.
     """
     k = max(1, min(policy.size, devices))
     if room is None or room >= k:

@@ -1,9 +1,9 @@
 """The scheduler: triggers training tasks, which controls staleness and the updater's load.
 
-It holds no essential state: on each event it reads the changes, `plan` decides, and one script
-opens the tasks and hands them to their trainers. Opening, waiting and reading changes take a single
-round trip, since with small updates round trips are the main cost of a task. One scheduler leads,
-by lease.
+The scheduler holds no essential state: on each event it reads the changes, `plan` decides, and one
+script opens the tasks and hands them to their trainers. Opening, waiting and reading changes take a
+single round trip, since with small updates round trips are the main cost of a task. One scheduler
+leads, by lease.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Scheduler:
             await self._models.read(count=1000)  # from the first version on
 
     async def _look_at_all(self) -> Tally:
-        """Look at all open tasks and owned devices."""
+        """Read the state of all open tasks and owned devices anew."""
         tally, changes = await self._ledger.changes()
         self._mirror.follow(tally, changes, self._ledger.now())
         self._whole_at = time.monotonic()
@@ -162,7 +162,7 @@ class Scheduler:
     ) -> tuple[int, Tally, bool]:
         """Open tasks, wait for events, and look at what changed.
 
-        Returns how many tasks opened, the look, and whether the mirror followed it.
+        Returns the number of opened tasks, the new look, and whether the mirror followed it.
         """
         is_old = time.monotonic() - self._whole_at >= _WHOLE_S
         opened, tally, changes = await self._ledger.changes_after(

@@ -101,7 +101,7 @@ class Situation:
     def idle(self) -> DeviceSet:
         """The devices that are not at work, whether or not they may begin now.
 
-        Take devices out inside a ``with`` block, which restores them.
+        Take devices out only inside a ``with`` block, whose end puts them back.
         """
         if self.not_at_work is not None:
             return self.not_at_work
@@ -156,8 +156,8 @@ class Plan:
 def steered(wanted: int, hold: HoldBack, seen: Situation) -> Steering | None:
     """The number of tasks that the staleness target allows, at least 1; None: no target.
 
-    The number doesn't grow beyond ``wanted``, where its effect could not be measured, but a larger
-    number is kept: the policy may want more again at the next look.
+    The number doesn't grow beyond ``wanted``, as the effect of a larger one could not be measured.
+    A number that is larger already stays: the policy may want more again at the next look.
     """
     if hold.target_staleness is None:
         return None
@@ -190,7 +190,7 @@ def _room(hold: HoldBack, seen: Situation) -> int | None:
 
 
 def room_beside(budget: int, model_bytes: int, kept: int) -> int:
-    """The updates that fit in a budget (bytes) beside the kept versions and 2 new ones."""
+    """The number of updates that fit in a budget (bytes) beside kept versions and 2 new ones."""
     return budget // model_bytes - kept - 2
 
 
@@ -255,7 +255,8 @@ def _plan_round(
     """Open or end a round from the newest version, by :mod:`fedstream.coordinator.rounds`.
 
     Keeps k tasks open or answered: a task that ends without an answer (given up, refused, dead) is
-    replaced by another device's. A round doesn't shrink to the eligible devices but waits for more.
+    replaced by a task of another device. A round with too few eligible devices does not shrink, but
+    waits for more of them.
     """
     tasks, version = seen.tasks, seen.version
     if past := tasks.of_past_rounds(version):

@@ -1,8 +1,8 @@
 """The coordinator: admission to the queue, the HTTP API, and the security boundary.
 
-It admits answers to the queue by their metadata, hands out tasks that devices and operators ask
-for, deregisters silent trainers, and moves tasks that crash their trainers to `dead`. All state is
-in Redis and every change is one script, so any number of replicas share the work.
+A coordinator admits answers to the queue by their metadata, hands out tasks that devices and
+operators ask for, deregisters silent trainers, and moves tasks that crash their trainers to `dead`.
+All state is in Redis and every change is one script, so any number of replicas share the work.
 :mod:`fedstream.coordinator.intake` reads entries, :mod:`fedstream.coordinator.entries` decides on
 them, and :mod:`fedstream.coordinator.sweep` cleans up.
 """

@@ -97,4 +97,4 @@ class LivePage(Protocol):
 
 
 MakePage: TypeAlias = Callable[[Client, Tokens | None], LivePage]
-"""Makes the page of a coordinator, which reads with this client, for those with its tokens."""
+"""Makes a coordinator's page from its client for Redis and the tokens that viewers need."""

@@ -191,7 +191,7 @@ class Sweep:
     async def _strike_off_the_silent(self, owners: set[str]) -> None:
         """Deregister trainers that left or fell silent, and ``owners`` that were never heard.
 
-        Silence counts only while the coordinator runs its sweeps.
+        Silence counts only while this coordinator runs its sweeps.
         """
         for name in await self._ledger.left():
             await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)

@@ -1,4 +1,4 @@
-"""What the updater writes to Redis: models, devices' vectors, and the commits that name them.
+"""The updater's writes to Redis: models, devices' vectors, and the commits that name them.
 
 Models and vectors are written before the script that names them, and deleted by such a script;
 these scripts check the fencing token. A blob that no script ever names expires.
@@ -159,7 +159,7 @@ class Commits:
         ahead: Sequence[Command] = (),
         look: Look | None = None,
     ) -> tuple[RunState, bool]:
-        """Commit once, and react to a refusal; return whether Redis accepted the commit.
+        """Commit once; return the state after that, and whether Redis accepted the commit.
 
         The commit deletes processed queue entries whose records are on disk, and retains the
         others.
@@ -316,7 +316,7 @@ class Publisher:
         await blobs.write(self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded)
 
     async def keep(self, head: Head, size: int) -> bool:
-        """Remove any expiry of the newest model; return whether the model is complete.
+        """Remove any expiry of the newest version's model; return whether Redis has all its bytes.
 
         ``size``: bytes of a float32 model; ignored for an encoded one.
         """
@@ -333,14 +333,14 @@ class Publisher:
         self._written.clear()
 
     def unwritten(self, version: Version) -> None:
-        """Note that a version's prepared model expired or never reached Redis."""
+        """Note that Redis lacks a version's prepared model: it expired or never arrived."""
         self._written.discard(version.blob)
 
     def published(self, versions: Sequence[Version], retired: Sequence[str]) -> None:
         """Note that versions were committed and the models ``retired`` deleted.
 
-        Redis keeps the last version's model, and models written for an earlier try, which may have
-        succeeded with a lost reply.
+        Besides the last version's model, Redis keeps models that were written for an earlier try,
+        as that try may have succeeded with a lost reply.
         """
         for version in versions:
             if version.blob in self._written:

@@ -1,8 +1,8 @@
 """Deciding on queue entries: each update is checked and mixed in by the strategy.
 
-All of it is pure, except that :meth:`Decider.change` fetches an update between its two checks. The
-simulation shares the checks. The updater alone decides on reasons that concern the pipeline (the
-run is over, a blob is gone).
+The decisions are pure, except that :meth:`Decider.change` fetches an update between the update's
+two checks. The simulation shares the checks. The updater alone decides on reasons that concern the
+pipeline (the run is over, a blob is gone).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Decider:
     metrics: UpdaterMetrics
     ledger: UpdaterLedger
     lease: Lease  # its epoch and nonce name the versions
-    fetched: Callable[[Entry, Upload, Layout, Ends], Awaitable[Payload]]  # as of the intake
-    unfetch: Callable[[Entry], Awaitable[None]]  # likewise
+    fetched: Callable[[Entry, Upload, Layout, Ends], Awaitable[Payload]]  # :meth:`Intake.fetched`
+    unfetch: Callable[[Entry], Awaitable[None]]  # :meth:`Intake.unfetch`
     spares: BufferPool
     max_norm: float | None
     norm_factor: float
@@ -113,9 +113,9 @@ class Decider:
     # an update
 
     def _check(self, upload: Upload, state: RunState) -> tuple[Upload, str]:
-        """The upload with the samples that it counts with, and the reason to refuse it unread.
+        """The upload with its counted samples, and the reason to refuse it unread ('': none).
 
-        '' for no reason.
+        For the counted samples see :func:`weighable`.
         """
         upload = weighable(upload, state.progress.norms.samples, self.max_samples)
         if state.is_over:
@@ -309,7 +309,7 @@ class Decider:
 
 
 def need_of(entry: Entry, message: QueueMessage, state: RunState) -> str:
-    """The need that a segment's head must declare before it can record an entry; '' for none."""
+    """The feature whose need a segment's head must declare before this entry's record; '': none."""
     if isinstance(message, Upload):
         return WIRE_FORMATS if message.format != F32.name else ""
     if isinstance(message, RoundEnd):
@@ -363,7 +363,7 @@ def version_of(
 
 
 def weighable(upload: Upload, newest: Sequence[int], most: int | None) -> Upload:
-    """The upload with the samples that it counts with: all, if its site is trusted.
+    """The upload with its counted samples: if its site is trusted, all that it claims.
 
     An untrusted site's device may claim any number of samples, and some rules weigh its update by
     them. So an untrusted update counts with at most
@@ -372,9 +372,9 @@ def weighable(upload: Upload, newest: Sequence[int], most: int | None) -> Upload
 
     samples. The median is of the samples that the newest updates counted with, as if 20 updates of
     one sample had come before the first. So the first untrusted updates count alike, and later the
-    limit follows at most tenfold once half of the newest updates reached it.
+    limit grows at most tenfold each time that half of the newest updates have reached it.
 
-    ``newest``: samples of the newest updates. ``most``: the operator's limit instead.
+    ``newest``: samples of the newest updates. ``most``: the operator's limit in place of this one.
     """
     if upload.handed is None:
         return upload
@@ -423,9 +423,9 @@ def refusal_by_content(
     max_norm: float | None,
     norm_factor: float,
 ) -> tuple[str, Counted]:
-    """The reason to refuse an update by its content, '' for none, if its metadata is right.
+    """The reason to refuse, by its content, an update with right metadata; '' for none.
 
-    Also returns the sizes by which later updates are judged; () if this update's don't count.
+    Also returns the update's sizes, by which later updates are judged; () if they don't count.
     Raises ConfigError if the rule can't weigh the update.
     """
     x = before.state.model
@@ -457,7 +457,7 @@ def refusal_by_integers(update: Model, x: Model) -> str:
 
 
 def refusal_by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None) -> str:
-    """The reason to refuse an update by its norm, '' for none, if its metadata is right."""
+    """The reason to refuse, by its norm, an update with right metadata; '' for none."""
     if not math.isfinite(size):
         return reasons.NOT_FINITE
     largest = LARGEST if rule.sends == "model" else LARGEST_DELTA

@@ -76,7 +76,7 @@ class Intake:
         return bool(entries)
 
     def look(self, block_ms: int) -> Look:
-        """A read that follows other commands in their exchange; :meth:`read` completes it."""
+        """A read to send behind other commands in one exchange; :meth:`read` then completes it."""
         return Look(self._command(block_ms), block_ms / 1000, self._begun)
 
     def _begun(self, look: Started) -> None:
@@ -91,7 +91,7 @@ class Intake:
         return self._reader.command(count=BATCH, block_ms=block_ms)
 
     async def left(self) -> int:
-        """Number of entries in the queue, whether read or not."""
+        """The number of entries in the queue, whether we have read them or not."""
         return int(await self._client.call("XLEN", self._keys.queue))
 
     def rewind(self) -> None:
@@ -226,7 +226,7 @@ def _message(entry: Entry) -> QueueMessage | BadMessage:
 
 
 def _is_fit(upload: Upload, layout: Layout, ends: Ends) -> bool:
-    """Whether an update may be fetched early: its size is right and its task is open."""
+    """Whether an update may be fetched early, as its size is right and its task is open."""
     return (
         upload.layout == layout.signature
         and not refusal_by_format(upload, layout)

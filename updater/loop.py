@@ -101,7 +101,7 @@ class Loop:
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
 
     async def begin(self) -> bool:
-        """Recover the state; return whether this updater may continue from one."""
+        """Recover the run's state; return False if another updater was faster."""
         try:
             state = await self.recovery.recover()
         except OutOfMemory:
@@ -112,7 +112,7 @@ class Loop:
         return state is not None
 
     async def step(self) -> None:
-        """Do the first thing that is due, in the order below."""
+        """Do one thing: the first in the order below that is due."""
         state, backlog = self.state, self.intake.backlog
         try:
             if self.unwritten:  # first, as the comparison would count an unwritten change as lost
@@ -168,7 +168,8 @@ class Loop:
         """Write the decided changes to the journal.
 
         For large models, this meanwhile settles earlier changes, prefetches the next update and
-        writes the model's chunks to Redis. A failure of these is left to their own step.
+        writes the model's chunks to Redis. An action that fails is tried again by the step that it
+        belongs to.
         """
         decided, state = self.unwritten, self.state
         records = [(one.change.record, one.change.payload) for one in decided]
@@ -237,7 +238,8 @@ class Loop:
     def _look(self) -> Look | None:
         """A read of the queue to send with a commit, if reading is the next step.
 
-        None while a read is under way, from an earlier commit that succeeded before one failed.
+        None while a read is under way: it may have been sent with an earlier commit, after which a
+        later commit failed.
         """
         busy = self.recorder.is_full or self.state.finished != self.state.sealed
         if busy or self.intake.backlog or self.intake.looking is not None:
@@ -247,7 +249,7 @@ class Loop:
     # nothing to do
 
     async def _rest(self) -> None:
-        """Sync the journal, and check that Redis has not fallen back."""
+        """With nothing to do, sync the journal, and check that Redis has not fallen back."""
         await self.recorder.flush()
         if self.commits.retained:
             self.state = await self.commits.release(self.state)

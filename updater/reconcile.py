@@ -19,7 +19,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Refuse:
-    """End: Redis holds something that this journal never made."""
+    """End the updater: Redis holds a run or a version that this journal never made."""
 
     found: str  # in Redis
 

@@ -81,7 +81,7 @@ class Recovery:
     ledger: UpdaterLedger
     lease: Lease
     create_run: Callable[[], tuple[Run, Model]]
-    versions: int  # configured now; a run that was to have fewer is extended
+    versions: int  # configured now; a run with fewer versions is extended
     parts: dict[str, str]  # for segments' heads
     format: Format  # of published models
     digests: DigestAlgorithm  # for a new run
@@ -125,8 +125,8 @@ class Recovery:
     async def _claim(self) -> bool:
         """Claim the journal before reading it; return whether this succeeded.
 
-        From then on, a leader of an older epoch commits no record that our reading misses, even
-        if Redis forgot the leader.
+        After the claim, no leader of an older epoch can commit a record that our reading misses,
+        even if Redis forgot this leader.
         """
         newest = await self.recorder.newest_epoch()
         if self.lease.number <= newest and not await self.lease.acquire(at_least=newest):
@@ -311,7 +311,7 @@ class Recovery:
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
-        """Add the missing model of a journal without weights: Redis's, or a checkpoint's."""
+        """Add the model that a journal without weights lacks: Redis's, or a checkpoint's."""
         before = found.checkpoint
         if head is not None:
             # If the next version was journalled but not published, the queue has its update.
@@ -326,12 +326,13 @@ class Recovery:
                 )
                 return until
         if not self.journal.adopt:
-            there = f"has version {head.version}" if head else "has none"
+            there = f"has version {head.version}" if head else "has no version"
             raise ConfigError(
                 f"the journal in {self.recorder.folder} was recorded without weights "
-                f"(journal.weights = false) and ends with version {found.version}, Redis at "
-                f"{self.client.address} {there}: with --adopt it continues from Redis's version if "
-                f"that is newer, or else from the checkpoint of version {before.state.version}"
+                f"(journal.weights = false) and ends with version {found.version}, but Redis at "
+                f"{self.client.address} {there}, not this version's exact model: with --adopt the "
+                f"run continues from Redis's version if that is newer, or else from the checkpoint "
+                f"of version {before.state.version}"
             )
         self.context.log.error(
             "going back to a checkpoint's model",

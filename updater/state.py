@@ -72,7 +72,7 @@ class Change:
 class Ends:
     """The ended tasks and processed control entries, of journalled and of decided changes.
 
-    Grows in place, unlike the state that holds it, as copying it would cost more than an update.
+    Grows in place, unlike the state that contains it: a copy would cost more than an update.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Ends:
         return entry in self._controls or entry in self._decided
 
     def decide(self, change: Change) -> None:
-        """Add the ends of a change, so that a repetition is recognised. Raises JournalError."""
+        """Add the ends in a decided change, to recognise its repetition. Raises JournalError."""
         if change.record is not None:
             self._decided[change.end.task if change.end else change.entry] = change
             self._make_room()  # now, as nothing may fail once the change is journalled
@@ -136,7 +136,7 @@ class Ends:
             self.index.add(self._done.pop(next(iter(self._done))))
 
     def copy(self) -> Ends:
-        """A copy with the journalled ends only, to which others can be added."""
+        """A copy with the journalled ends only, to which other ends can be added."""
         return Ends(self.index, self.done, self.controls)
 
 
@@ -215,7 +215,7 @@ class RunState:
         )
 
     def apart(self, into: Model | None) -> RunState:
-        """The same state with a copy of the strategy's memory, its sum in ``into``."""
+        """The same state with a copy of the strategy's memory. ``into``: takes the copy's sum."""
         progress = self.progress
         state = replace(progress.state, memory=progress.state.memory.copy(into))
         return replace(self, progress=replace(progress, state=state))

@@ -53,7 +53,7 @@ def verdict(reply: Sequence[bytes]) -> tuple[str, str]:
 
 @dataclass(slots=True, eq=False)
 class Pending(Generic[T]):
-    """A change that is not sent yet: await it, or send its command in a pipeline with others."""
+    """A change that is not sent yet: await it, or send its command together with other commands."""
 
     command: Command
     parsed: Callable[[Any], T]  # parses the command's reply

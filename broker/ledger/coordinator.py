@@ -155,8 +155,8 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         Returns 'sent', or a reason for refusal: 'unasked' (the run's policy doesn't let devices
         trigger tasks), 'foreign' (the device is not the site's or not in the run), 'limited' (the
         site exceeds ``rate`` triggers per second, or ``limit`` tasks are open), 'busy' (the device
-        has a task), 'quarantined' (the device), 'resting' (the device, after failures), 'finished'
-        (the run) or 'repeated' (the trigger).
+        has a task), 'quarantined' (the device is), 'resting' (the device is, after failures),
+        'finished' (the run has finished) or 'repeated' (the trigger was taken before).
         """
         about = {
             "group": COORDINATORS,
@@ -317,8 +317,8 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     ) -> Pending[str]:
         """Record a trainer's announcement; return 'heard', 'leaves', 'repeated' or 'over'.
 
-        ``denied``: announced devices that the site may not own. 'over': the site has ``most`` other
-        trainers already, or has announced ``rate`` trainers and devices in this second.
+        ``denied``: those announced devices that the site may not own. 'over': the site has ``most``
+        other trainers already, or has announced ``rate`` trainers and devices in this second.
         """
         name = member(site, said.trainer)
         about = {
@@ -361,7 +361,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         """Record a trainer's heartbeat; return 'heard', 'repeated', 'over', or 'unknown'.
 
         'over': the site has announced ``rate`` trainers and devices in this second. 'unknown': the
-        register has another list of devices than the heartbeat's digest; the trainer will send its
+        heartbeat's digest is not that of the registered list of devices; the trainer will send its
         list.
         """
         name = member(site, said.trainer)
@@ -435,8 +435,8 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     async def leave(self, name: bytes, *, silent_s: float = 0.0) -> int | None:
         """Deregister a trainer that was silent for ``silent_s`` or has signed off.
 
-        Returns the number of its devices' waiting tasks that were given up; None if it was heard
-        from since, or is neither registered nor an owner of devices.
+        Returns the number of its devices' waiting tasks that were given up; None if the trainer was
+        heard from since, or is neither registered nor an owner of devices.
         """
         shown = name.decode(errors="replace")
         left = self._event(what="trainer", text=f"{shown} left")

@@ -94,10 +94,10 @@ class GatewayLedger(TakesTasks):
     ) -> Enrolling:
         """Enrol an invited device with its public key.
 
-        ``invite``: its digest. ``nonce_s``: seconds for which the nonce is remembered. Returns
-        'enrolled'; 'again' (the device had enrolled with this invite and key); or a reason for
-        refusal: 'revoked' (the device), 'used' (the invite, by another key), 'unknown' or 'expired'
-        (the invite), 'replayed' (the nonce).
+        ``invite``: the invite's digest. ``nonce_s``: seconds for which the nonce is remembered.
+        Returns 'enrolled'; 'again' (the device had enrolled with this invite and key); or a reason
+        for refusal: 'revoked' (the device is), 'used' (the invite was, with another key), 'unknown'
+        or 'expired' (the invite is), 'replayed' (the nonce is known).
         """
         reply = await self._run(
             ENROL,
@@ -129,7 +129,8 @@ class GatewayLedger(TakesTasks):
         """Read the registers' version text and the site's signing secret, in one exchange.
 
         The text changes once a device enrols with another key, is revoked, or is admitted again.
-        The replicas sign tokens with the secret. Either is None if it doesn't exist yet.
+        The replicas sign tokens with the secret. The text or the secret is None if it doesn't exist
+        yet.
         """
         changed, secret = await self._client.pipeline(
             [("GET", self._changed), ("GET", self.keys.secret(self._site))]

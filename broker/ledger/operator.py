@@ -95,10 +95,12 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         """Retry a dead letter as the task in ``trigger``, and delete the letter.
 
         ``before``: the letter's task. Returns a verdict and a detail. 'sent': done. All other
-        verdicts change nothing: 'gone' (no such letter), 'finished' (the run), 'open' (the task),
-        'retried' (before; the detail is the new task), 'ended' (otherwise than as dead; the detail
-        is the outcome), 'forgotten' (the task's end), 'round' (the round is over), 'busy' (the
-        device; the detail is its task), 'held' (an update of the device is buffered).
+        verdicts change nothing: 'gone' (there is no such letter), 'finished' (the run has
+        finished), 'open' (the letter's task is still open), 'retried' (the task was retried before;
+        the detail is the new task), 'ended' (the task ended otherwise than as dead; the detail is
+        the outcome), 'forgotten' (Redis no longer has the task's end), 'round' (the task's round is
+        over), 'busy' (the device has a task; the detail is that task), 'held' (an update of the
+        device is buffered).
         """
         about: dict[str, object] = {
             "letter": letter,
@@ -113,9 +115,10 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     async def set_quarantine(self, wanted: SetQuarantine) -> tuple[str, str]:
         """Queue a control entry for the updater. Returns a verdict and a detail.
 
-        'queued': done; the detail is the entry's id. All other verdicts change nothing: 'none' (no
-        such run), 'finished' (the run), 'unknown' (the detail is a device that the run lacks),
-        'full' (the detail is the resulting number of quarantined devices, above ``QUARANTINED``).
+        'queued': done; the detail is the entry's id. All other verdicts change nothing: 'none'
+        (there is no such run), 'finished' (the run has finished), 'unknown' (the detail is a device
+        that the run lacks), 'full' (the detail is the resulting number of quarantined devices,
+        above ``QUARANTINED``).
         """
         about = {
             "devices": list(wanted.devices),
@@ -130,8 +133,8 @@ class OperatorLedger(Watch, Models, Register, Finishing):
         """Invite devices to enrol at a site's gateway, all or none. Returns a verdict and a detail.
 
         ``invites``: digest of the invite by device. 'invited': done; the detail is the expiry in ms
-        since 1970. All other verdicts change nothing: 'none' (no such run), 'finished' (the run),
-        'unknown' or 'revoked' (the detail is that device).
+        since 1970. All other verdicts change nothing: 'none' (there is no such run), 'finished'
+        (the run has finished), 'unknown' or 'revoked' (the device in the detail is).
         """
         about = {
             "devices": list(invites),
@@ -216,9 +219,9 @@ class OperatorLedger(Watch, Models, Register, Finishing):
     async def purge(self) -> int:
         """Delete every key of the run at once; return their number.
 
-        To running services this looks like an emptied Redis, which they can repair; after a
-        deletion key by key, their counts would stay wrong for ever. New keys written between the
-        scan and the deletion are blobs, which expire.
+        To running services, the deletion looks like an emptied Redis, and they can repair that.
+        After a deletion key by key, their counts would stay wrong for ever. New keys written
+        between the scan and the deletion are blobs, which expire.
         """
         own = (name for name in vars(self.keys).values() if name.startswith(self.keys.prefix))
         names = {name.encode() for name in own if name != self.keys.prefix}

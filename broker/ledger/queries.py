@@ -116,7 +116,7 @@ class Watch(Overview):
 
 
 def asked_since(place: Bookmark | None) -> tuple[str | bytes, ...]:
-    """The arguments of a look for the changes since a place; None: for everything."""
+    """The scripts' arguments for the changes since a place in the log; None: for everything."""
     return ("all",) if place is None else ("since", place.id, place.field, place.value)
 
 
@@ -208,7 +208,7 @@ class MemoryUse(Ledger):
 
 
 def failing_devices(flat: Sequence[Any]) -> dict[int, Failing | None]:
-    """The failures noted by device (None: the device works), without foreign entries."""
+    """The noted failures by device, without foreign entries; None for a device that works again."""
     return {
         device: None if data is None else Failing.parsed(data)
         for name, data in paired(flat)

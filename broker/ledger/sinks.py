@@ -33,7 +33,7 @@ class SinksLedger(Ledger):
     """The sinks' view of the run, and their cursors."""
 
     async def cursor(self, sink: str, run: str) -> Cursor:
-        """Read a sink's cursor; a new one if it has none for this run."""
+        """Read a sink's cursor; a new cursor if the sink has none for this run."""
         packed = await self._client.call("HGET", self.keys.sinks, sink)
         if packed is None:
             return Cursor(run)

@@ -106,7 +106,7 @@ async def _taken(group: Group, taking: Awaitable[list[Any]]) -> tuple[list[Entry
 
 
 class ComingTask:
-    """A read of a task stream under way."""
+    """A read of a task stream, which is under way."""
 
     def __init__(self, group: Group, started: Started) -> None:
         self._group = group
@@ -229,8 +229,8 @@ class Outbox:
         A trainer that can't read a task answers with a Dead, as it may not write to ``dead``
         itself. Returns 'said', 'over' (the lease had ended before) or 'unwritten' (the update's
         blob is missing). ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write
-        the blob. ``feedback``: the key of the staged error feedback, and its final key, to which
-        it is renamed with the answer; without an answer it is deleted.
+        the blob. ``feedback``: the key of the staged error feedback, and the key to which the
+        script renames it; if there is no answer, the script deletes the staged feedback.
         """
         command = self.answering(stream, entry, answer, expire_s=expire_s, feedback=feedback)
         return word(await run(self._client, command, ahead=ahead))
@@ -244,7 +244,7 @@ class Outbox:
         expire_s: float = 600.0,
         feedback: Sequence[str] = (),
     ) -> Command:
-        """The command that :meth:`answer` sends, for a pipeline; its reply is the same word."""
+        """The command that :meth:`answer` sends, for a pipeline; the reply is the returned word."""
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
         return FINISH.command(
             {"tasks": stream, "update": self._keys.update(update)},

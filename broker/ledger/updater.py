@@ -88,7 +88,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         return bool(admitted == upload.attempt.encode())
 
     async def ended(self) -> list[Upload]:
-        """Read the queued updates whose tasks have ended, which only remain to be deleted."""
+        """Read the queued updates whose tasks have ended, and that only remain to be deleted."""
         rows, opened = await self._client.pipeline(
             [("XRANGE", self.keys.queue, "-", "+"), ("HKEYS", self.keys.open)]
         )
@@ -116,10 +116,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         Returns 'created', 'unwritten' (the model's blob is missing), 'lost' (the token is missing)
         or 'moved' (Redis fell back again meanwhile, or this request is late). ``counts``: the run's
         counts, for a Redis that was emptied. ``journalled``: the counts of the ends in the journal.
-        ``done``: the journal's end of a task, for a Redis that fell back; a task that is open
-        there, or ended differently since, gets this end. Open tasks that Redis no longer knows are
-        given up. A run that is finished in Redis stays finished, unless ``run`` has more versions.
-        Raises Fenced.
+        ``done``: gives the journal's end of a task, for a Redis that fell back: a task that is open
+        in that Redis, or ended differently since, gets this end. Open tasks that Redis no longer
+        knows are given up. A run that is finished in Redis stays finished, unless ``run`` has more
+        versions. Raises Fenced.
         """
         about: dict[str, Any] = {
             "token": token,
@@ -156,8 +156,8 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         last version's blob is missing; only the last version has a blob). Raises Fenced.
 
         ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the last
-        version's blob. ``look``: a read that follows the commit in the same write, and whose reply
-        is awaited later.
+        version's blob. ``look``: a read that is sent with the commit, after it; its reply is
+        awaited later.
         """
         versions = commit.versions
         about: dict[str, Any] = {
@@ -216,10 +216,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
     async def hand_out(
         self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
     ) -> str:
-        """Replace the device's state that trainers read by the staged state.
+        """Let trainers read the device's staged state in place of the state before.
 
         Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
-        after an earlier call). Raises Fenced. ``ahead``: commands from
+        because an earlier call has handed it out). Raises Fenced. ``ahead``: commands from
         :func:`fedstream.broker.blobs.prepare` that write the staged state.
         """
         reply = await self._run(
@@ -281,7 +281,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
 
 
 def _published(version: Version) -> dict[str, Any]:
-    """The scripts' description of a version to publish."""
+    """The description of a version to publish, as an argument of the scripts."""
     about: dict[str, Any] = {
         "version": version.version,
         "digest": version.digest,

@@ -94,7 +94,7 @@ class GatewayApp:
         self._opened = opened
 
     def routes(self, *others: web.RouteDef) -> Sequence[web.RouteDef]:
-        """All routes under /v1, with limits applied; ``others``: of enrolment and uploads."""
+        """All routes under /v1, with limits applied. ``others``: those of enrolment and uploads."""
         own = (
             web.post(CHECK_IN_ROUTE, self._check_in),
             web.get(MODEL_ROUTE, self._model),
@@ -120,7 +120,7 @@ class GatewayApp:
         ]
 
     async def device_of(self, request: web.Request) -> int:
-        """The device of a request, charged to its quota. Raises Refusal."""
+        """The device of a request, which is charged to the device's quota. Raises Refusal."""
         if self._opened is None:
             raise self._not_yet()
         device = await self._identity.device_of(request)
@@ -132,7 +132,7 @@ class GatewayApp:
         self._of_device.take(device)
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
-        """A request's JSON body. Raises Refusal, BadBody."""
+        """Read and parse a request's JSON body. Raises Refusal, BadBody."""
         return kind.decode(await body_of(request, within_s=self._settings.body_s))
 
     # tasks

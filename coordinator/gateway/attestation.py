@@ -1,8 +1,9 @@
 """Attestation: evidence that an enrolling device shows, and the plug-in that verifies it.
 
-An invite proves that the operator wants a device, and its signature that it has the key. Only a
-third party can attest more (the maker, a key in hardware), each in a format of its own, so the
-verifier is a plug-in. The built-in verifier accepts every device.
+An invite proves that the operator wants a device, and the request's signature proves that the
+device has its key. Only a third party (the maker, or hardware that keeps the key) can attest more,
+each in a format of its own, so the verifier is a plug-in. The built-in verifier accepts every
+device.
 
 An attestation must cover the device's public key. The request is signed by that key, so a copied
 attestation is useless to others.

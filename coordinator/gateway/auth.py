@@ -1,8 +1,8 @@
 """Authentication of devices: invites, enrolment, tokens, and the device of each request.
 
 A device signs one request every ten minutes with its enrolled key, and gets a token (JWT, HS256)
-for its other requests. The token is valid for one device and key, one run and one gateway; it ends
-early if the device is revoked or enrols with another key.
+for its other requests. A token is valid for one device and key, one run and one gateway; the token
+ends early if the device is revoked or enrols with another key.
 
 An invite begins with the device's number, followed by 192 random bits. Redis has only its digest.
 """
@@ -83,7 +83,7 @@ class AcceptedNames:
         self._served = served
 
     def of(self, host: str) -> Sequence[str]:
-        """The names that a request may be signed for. ``host``: its header. Raises Refusal."""
+        """The names that a request may be signed for. ``host``: the header Host. Raises Refusal."""
         if self._names:
             return self._names
         said = host.lower().removesuffix(":443")
@@ -145,8 +145,8 @@ class _Claims(NamedTuple):
 class VerifiedTokens:
     """A cache of verified tokens for one run and gateway.
 
-    Verifying a token takes a sixth of a task's processor time. The registry, not the token, tells
-    with each request whether the device is still enrolled.
+    Verifying a token takes a sixth of a task's processor time. Each request also looks the device
+    up in the registry, as a token can't tell whether its device is still enrolled.
     """
 
     def __init__(self, audience: str) -> None:

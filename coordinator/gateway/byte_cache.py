@@ -61,8 +61,8 @@ class ByteCache:
     async def get(self, name: str, size: int, make: Make) -> CachedBytes:
         """Get the bytes of this name; the first request makes them.
 
-        ``size``: their maximal length. Bytes above the budget are kept only while they are read.
-        Raises NoRoom, and the errors of ``make``.
+        ``size``: the most bytes that ``make`` may return. Bytes above the budget are kept only
+        while they are read. Raises NoRoom, and the errors of ``make``.
         """
         if (found := self.there(name)) is not None:
             return found
@@ -77,7 +77,8 @@ class ByteCache:
     def prepare(self, name: str, size: int, make: Make) -> None:
         """Begin to make bytes for later requests, unless they are cached or being made.
 
-        Does nothing without room. Errors are dropped: a later request will report them.
+        Does nothing if the budget has no room. Errors are dropped: a later request will report
+        them.
         """
         if name in self._entries or name in self._making:
             return

@@ -89,8 +89,8 @@ class ServedCertificate:
     def __init__(self, settings: GatewaySettings) -> None:
         """Read the certificate of settings with ``tls_cert``. Raises ConfigError.
 
-        Create it before ``settings.tls()`` reads the files, so that it notices any replacement
-        since then.
+        Create this object before ``settings.tls()`` reads the files: the object then notices any
+        later replacement.
         """
         self._settings = settings
         named = (settings.tls_cert, settings.tls_key, settings.client_ca)

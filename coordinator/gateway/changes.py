@@ -49,21 +49,21 @@ class ModelChanges:
         return self._is_on and _pair(old, new) not in self._useless
 
     def offer(self, old: str, new: str) -> None:
-        """Note that a device was offered the changes between these digests."""
+        """Note that a device was offered the changes between the models of these digests."""
         _note(self._offered, _pair(old, new))
 
     def is_offered(self, old: str, new: str) -> bool:
-        """Whether the changes between these digests are among the last offers."""
+        """Whether the changes between the models of these digests are among the last offers."""
         return _pair(old, new) in self._offered
 
     def there(self, old: str, new: str) -> CachedBytes | None:
-        """The changes between these digests if they are in memory, else None."""
+        """The changes between the models of these digests if they are in memory, else None."""
         return self._cache.there(_pair(old, new))
 
     async def get(self, old: CachedBytes, new: CachedBytes, layout: Layout) -> CachedBytes:
         """Get the changes from one model to another of the same format.
 
-        Raises NotWorthIt, also for an undecodable model, which devices will report.
+        Raises NotWorthIt, also if a model is undecodable: devices will report that.
         """
         most = int(_WORTH_IT * new.data.nbytes)
         pair = _pair(old.digest, new.digest)

@@ -42,7 +42,7 @@ class Held:
     def attempt(self) -> str:
         """The id of the device's only attempt at this task.
 
-        It is derived from the entry, so a device can continue after the gateway's restart or at
+        The id is derived from the entry, so a device can continue after the gateway's restart or at
         another replica.
         """
         text = f"{self.task.task} {self.entry.id}"
@@ -236,7 +236,7 @@ class DeviceSessions:
         self._release(session, "look")
 
     def first(self, device: int) -> Held | None:
-        """A device's oldest held task, which it is to do now."""
+        """The oldest held task of a device, to be done now; None if there is none."""
         session = self._by_device.get(device)
         return session.tasks[0] if session is not None and session.tasks else None
 
@@ -258,9 +258,9 @@ class DeviceSessions:
     def gone(self, now: float, since: float = -math.inf) -> list[Held]:
         """Remove devices that are away; return the tasks of devices that stay away.
 
-        The tasks stay held until the caller gives them up. Their device is no longer present, as it
-        would otherwise be sent new tasks. A device with a waiting check-in is not away. ``since``:
-        time since which devices could be heard without a break.
+        The tasks stay held until the caller gives them up. A device that loses all its tasks is no
+        longer present, as it would otherwise be sent new ones. A device with a waiting check-in is
+        not away. ``since``: the time since when devices could be heard without a break.
         """
         given_up: list[Held] = []
         least_s = min(self._away_s, self._lease_s)

@@ -68,7 +68,7 @@ _REMEMBERED = 10_000  # devices that left, in case of tasks still on their way
 
 
 class HeldElsewhere(Refusal):
-    """The task is open, but held by another replica than the one its device came to."""
+    """The task is open, but another replica holds it than the replica that its device came to."""
 
     def __init__(self, task: str) -> None:
         super().__init__(
@@ -169,7 +169,7 @@ class HandOvers:
             return None
 
     def _lost(self, devices: Iterable[int], other: str, place: tuple[int, int]) -> Iterator[int]:
-        """The devices that are no longer here, after an announcement at a place in the stream."""
+        """The announced devices that are no longer here; ``place``: the announcement's."""
         for device in devices:
             told = self._told.get(device)
             if device in self._sessions.newcomers:
@@ -201,8 +201,8 @@ class HandOvers:
     async def find(self, task: str, device: int) -> Held:
         """A held task of this device, waiting a moment for a task that follows its device.
 
-        Raises NotHeld; HeldElsewhere if another replica may still hold the task, for at most
-        ``lease_s`` after the device came; and Refusal if too many devices are present.
+        Raises NotHeld; HeldElsewhere while another replica may still hold the task, which is at
+        most ``lease_s`` after the device came; and Refusal if too many devices are present.
         """
         try:
             return self._sessions.held(task, device)

@@ -104,8 +104,8 @@ class ModelCopies:
     ) -> tuple[web.StreamResponse, int]:
         """Answer GET and HEAD of the changes since a model that the device has.
 
-        Also returns the bytes saved compared with the whole model; 0 if this answer has only a part
-        of the changes, so that no part counts twice. Raises Refusal.
+        Also returns how many bytes the changes save compared with the whole model; 0 for an answer
+        with only a part of the changes, so that no saving counts twice. Raises Refusal.
         """
         head = await self._asked(request)
         with self._place(device):
@@ -120,8 +120,8 @@ class ModelCopies:
     async def _changed(self, head: Head, has: str) -> CachedBytes:
         """Get the changes since the model ``has``. Raises Refusal.
 
-        Changes are made only to the newest version or to an offered one, or devices could request
-        any pair of models.
+        Changes are made only to the newest version or to an offered one: otherwise devices could
+        request any pair of models.
         """
         if (made := self._changes.there(has, head.given)) is not None:
             return made
@@ -172,7 +172,7 @@ class ModelCopies:
 
     @contextmanager
     def _reading(self, head: Head) -> Iterator[None]:
-        """Turn errors of reading a version's model inside the block into Refusal."""
+        """Turn errors of the block, which reads a version's model, into Refusal."""
         try:
             yield
         except BlobMissing as error:
@@ -236,7 +236,7 @@ class ModelCopies:
 
 
 class RedisReaders:
-    """A limit on the downloads that read from Redis, which the updater needs too."""
+    """A limit on the downloads that read from Redis, as the updater needs Redis too."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -80,14 +80,14 @@ def model_format(head: Head) -> str:
 def format_for(formats: Sequence[str], wanted: Format) -> Format:
     """The format for a device's updates: the wanted one if the device knows it, else float32.
 
-    ``formats``: known by the device; ``topk`` stands for any share.
+    ``formats``: the formats that the device knows; ``topk`` stands for ``topk`` with any share.
     """
     kind = f"{wanted.kind}{'+zstd' if wanted.zstd else ''}"
     return wanted if {wanted.name, kind} & {*formats} else F32
 
 
 def overdue(task: Assignment, head: Head, now: float) -> str | None:
-    """The reason to give up a task of a present device; None for none.
+    """The reason to give up a task of a present device, if it is overdue; else None.
 
     ``now``: seconds since 1970.
     """

@@ -73,7 +73,7 @@ class Refusal(FedstreamError):
         retry_after_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """``headers``: of the answer, in addition to Retry-After."""
+        """``headers``: further headers of the answer, besides Retry-After."""
         super().__init__(text)
         self.status = status
         self.reason: RefusalReason = reason

@@ -1,10 +1,10 @@
 """A replica's cache of the enrolled devices, and the secret for tokens.
 
 Every request with a token looks its device up. The cache reads each device from Redis once, and
-checks every two seconds whether a register has changed; if so, it starts anew. So a revocation
-takes effect within about two seconds, and most requests cost Redis nothing. A first enrolment
-doesn't count as a change, so the cache forgets absent devices with every check. The list of revoked
-devices is read as a whole, for tasks whose devices make no request.
+checks every two seconds whether a register has changed; if so, the cache starts anew. So a
+revocation takes effect within about two seconds, and most requests cost Redis nothing. A first
+enrolment doesn't count as a change, so the cache forgets absent devices with every check. The list
+of revoked devices is read as a whole, for tasks whose devices make no request.
 """
 
 from __future__ import annotations

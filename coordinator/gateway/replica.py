@@ -31,7 +31,7 @@ class RunCache:
     def __init__(self, ledger: GatewayLedger, update: Format, *, supernodes: bool = False) -> None:
         """``update``: the wanted format of updates.
 
-        ``supernodes``: whether Flower's supernodes take part, which report no steps.
+        ``supernodes``: whether Flower's supernodes take part: these report no steps.
         """
         self._ledger = ledger
         self._update = update
@@ -85,7 +85,7 @@ class RunCache:
                 self._done = number
 
     async def _look(self, seen: int) -> None:
-        """``seen``: number of heads read before."""
+        """Read run and newest version. ``seen``: the number of versions read before this look."""
         try:
             run = await self._ledger.run()
         except NoRun:
@@ -107,7 +107,7 @@ class RunCache:
     def saw(self, head: Head) -> None:
         """Note a version that came with a task; it never replaces a newer one.
 
-        A task must not be trained from an older version than the one it was sent with.
+        A task must not be trained from an older version than the version it was sent with.
         """
         if self._head is None or head.version >= self._head.version:
             self._head = head

@@ -209,7 +209,7 @@ class Gateway:
             self._served.look(context.tls, context.log)
 
     async def _announce(self, context: Context, tasks: Tasks, moves: HandOvers) -> None:
-        """Announce present devices: soon after a change of a short list, else every 2 s."""
+        """Announce present devices every 2 s; up to 1,000 devices also soon after a change."""
         replica, outbox = self.replica, self.replica.outbox
         present, now = replica.sessions.present(), time.monotonic()
         if len(present) > OWNED:  # devices with tasks from before a restart, plus new ones

@@ -93,7 +93,7 @@ class Tasks:
         return Group(self._client, stream, TRAINERS, self._name)
 
     async def _lapsed(self) -> list[Entry]:
-        """Our tasks that another replica took over and lost; checked each quarter lease."""
+        """Tasks of our stream that another replica took over and lost; asks every quarter lease."""
         if time.monotonic() - self._swept <= self._lease.seconds / 4:
             return []
         self._swept = time.monotonic()
@@ -175,10 +175,10 @@ class Tasks:
             await self._discard_ended([held])
 
     async def _discard_ended(self, some: Sequence[Held]) -> None:
-        """Delete the partial uploads of ended tasks.
+        """Delete the partial uploads of those tasks that have ended.
 
-        A lease also ends with an answer that no coordinator has read yet, or if another replica
-        takes the task over: the uploads of such tasks stay.
+        A lost lease alone is no end: the answer may still be unread by a coordinator, or another
+        replica may have taken the task over. The uploads of such tasks stay.
         """
         fates = await self._ledger.fates([held.task.task for held in some])
         for held, fate in zip(some, fates, strict=True):
@@ -190,7 +190,7 @@ class Tasks:
         return upload_blob(self._client, self._keys, site, task, held.attempt)
 
     async def due(self, device: int) -> Held | None:
-        """The device's oldest task, after giving up its overdue tasks."""
+        """Give up the device's overdue tasks; return its oldest other task, or None."""
         while (held := self._sessions.first(device)) is not None:
             why = await self.overdue(held)
             if why is None:
@@ -200,7 +200,10 @@ class Tasks:
         return None
 
     async def overdue(self, held: Held) -> str | None:
-        """The reason to give up a task, by a version that was read after the task came."""
+        """The reason to give up a task if it is overdue, else None.
+
+        Reads the newest version first if the task is of a newer version than the last one read.
+        """
         version = held.task.version
         if version is not None and version > self._run_cache.head.version:
             await self._run_cache.look()  # another replica read it, or Redis fell back
@@ -225,7 +228,10 @@ class Tasks:
         return self._ledger.now()
 
     def answered(self, upload: Upload, *, said: bool) -> None:
-        """Release a task whose update was handed over; ``said``: by this request, not earlier."""
+        """Release a task whose update was handed over.
+
+        ``said``: whether this request handed the update over, and not an earlier one.
+        """
         self._sessions.ended(upload.task)
         if said:
             self.answers += 1

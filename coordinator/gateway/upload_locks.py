@@ -30,7 +30,7 @@ class UploadLock:
         self._waiting: asyncio.Timeout | None = None
 
     def end(self) -> None:
-        """End the request as soon as it has to wait."""
+        """End this request for a newer one: at a wait of 50 ms, or at the first wait after 1 s."""
         now = asyncio.get_running_loop().time()
         if self._ends is None:
             self._ends = now + _LONGEST_S

@@ -62,7 +62,7 @@ class UploadPart:
         return None
 
     def repeats_the_end(self, *, length: int, at: int) -> bool:
-        """Whether this repeats the end of an upload that has all its bytes, or is an empty end."""
+        """Whether this part, perhaps empty, is the end of an upload that has all its bytes."""
         if not self.completes or at < length or self.offset > length:
             return False
         return self.size is None or self.offset + self.size == length
@@ -204,7 +204,7 @@ def _size(request: web.Request) -> int | None:
 
 
 async def wait_for_checks(_request: web.Request) -> None:
-    """Suppress the automatic 100 (Continue), as the handler may refuse the body."""
+    """Suppress aiohttp's automatic 100 (Continue), as the handler may refuse the body."""
 
 
 async def go_ahead(request: web.Request) -> None:
@@ -252,7 +252,7 @@ class UploadEnd:
 
 
 def state(status: int, note: UploadNote, at: int, *, path: str | None = None) -> web.Response:
-    """Answer with an upload's offset. ``path``: of a new upload."""
+    """Answer with an upload's offset. ``path``: the path of a new upload."""
     about = {
         headers.OFFSET: str(at),
         headers.COMPLETE: headers.as_boolean(note.complete),

@@ -87,7 +87,7 @@ _TWICE: Final = Receipt(state="refused", reason=reasons.ANSWERED_TWICE)
 
 
 def receipt_of(fate: Fate, attempt: str) -> Receipt | None:
-    """The receipt of an attempt at a task; None while undecided."""
+    """The receipt of an attempt at a task; None while the task is undecided."""
     if fate.admitted is not None:
         return ADMITTED if fate.admitted == attempt else _TWICE
     match fate.outcome:
@@ -114,7 +114,7 @@ class Receipts:
         self._looking: asyncio.Task[None] | None = None
 
     async def now(self, task: str, attempt: str) -> Receipt | None:
-        """The receipt at this moment; None while undecided."""
+        """The receipt at this moment; None while the task is undecided."""
         [fate] = await self._fates([task])
         return receipt_of(fate, attempt)
 

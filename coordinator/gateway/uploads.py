@@ -1,7 +1,7 @@
 """Resumable uploads: an update arrives in one or many requests, and becomes a task's answer.
 
-They follow draft-ietf-httpbis-resumable-upload. Each whole chunk is written to the update's blob at
-once; an interrupted upload continues after the chunks in Redis, at any replica. Device, site and
+Uploads follow draft-ietf-httpbis-resumable-upload. Each whole chunk is written to the update's blob
+at once; an interrupted upload continues after the chunks in Redis, at any replica. Device, site and
 task come from the held task and not from the request, and sizes are checked against the run's
 layout before the body is read.
 """
@@ -269,7 +269,7 @@ class Uploads:
             self._receiving -= places
 
     async def _whole(self, request: web.Request, mine: _Mine, note: UploadNote) -> web.Response:
-        """Receive an update of one chunk in one request, and write it together with its answer."""
+        """Receive an update of one chunk in one request, and write it with the task's answer."""
         found: list[bytearray] = []
         note = note.model_copy(update={"complete": True})
 
@@ -456,7 +456,7 @@ class Uploads:
         return upload_messages.receipt(receipt)
 
     def _upload(self, mine: _Mine, note: UploadNote) -> Upload:
-        """The answer, with only those values of the device that the gateway can't know itself."""
+        """The task's answer, with only those of the device's values that the gateway can't know."""
         report = note.report
         return Upload(
             task=mine.task,

@@ -18,7 +18,7 @@ from fedstream.runtime import process
 from fedstream.terminal import line
 
 _SIGPIPE = 141  # exit code: 128 + the signal's number
-# Click's, which typer may have a copy of.
+# Click's error, or the one of typer's own copy of Click.
 _UsageError: Any
 (_UsageError,) = [one for one in typer.BadParameter.__mro__ if one.__name__ == "UsageError"]
 _NUMBERS = {"int_parsing": "must be a whole number", "float_parsing": "must be a number"}
@@ -59,7 +59,7 @@ _COMMANDS = {
     },
     "Take part in a run": {"device": "device:device"},
 }
-"""By panel of the help and name: the module in this room, and the function or group there."""
+"""By panel of the help and name of the command: its module in this folder, and its name there."""
 _WITH_RULES = ("run", "simulate", "replay")  # their help has a strategy's keys
 
 
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _in_words(error: Any) -> str:
     """The error in the command line in our words; '' if the help has been printed.
 
-    Newer releases of typer have pydantic's messages.
+    Newer releases of typer raise pydantic's errors, whose text this changes.
     """
     cause, parameter = error.__cause__, getattr(error, "param", None)
     if parameter is None or not hasattr(cause, "errors"):

@@ -68,7 +68,7 @@ def devices_quarantine(
     """Refuse all later updates of these devices, until they are released.
 
     Updates that were applied or buffered before stay in the model. Exit codes: 0 the updater has
-    taken it, 1 it has not yet.
+    processed the command, 1 it has not yet.
     """
     _set(devices, config, redis, run, release=False, reason=reason, wait=wait)
 
@@ -84,7 +84,7 @@ def devices_release(
 ) -> None:
     """Take these devices' updates again.
 
-    Exit codes: 0 the updater has taken it, 1 it has not yet.
+    Exit codes: 0 the updater has processed the command, 1 it has not yet.
     """
     _set(devices, config, redis, run, release=True, reason=reason, wait=wait)
 
@@ -113,7 +113,7 @@ def _set(
         raise typer.Exit(1)
 
 
-# who may come to a gateway
+# access to a gateway
 
 
 @app.command("invite")
@@ -130,8 +130,8 @@ def devices_invite(
 ) -> None:
     """Let devices enrol at the gateway: one invite for each, shown only now.
 
-    A new invite takes the place of one that was not used. A device that has enrolled may do so
-    again with a new invite; its old key then ends.
+    A new invite replaces an unused one. A device that has enrolled may do so again with a new
+    invite; its old key then ends.
     """
     from fedstream.history import report
     from fedstream.operate import enrolment as page
@@ -179,8 +179,8 @@ def devices_revoke(
 ) -> None:
     """Turn devices away at the gateway, and withdraw their invites, until `admit`.
 
-    Within about three seconds their tokens end, and their tasks are given up. What they sent before
-    counts: to refuse that too, use `quarantine`.
+    Within about three seconds their tokens end, and their tasks are given up. Updates that they
+    sent before count: to refuse those as well, use `quarantine`.
     """
     _set_access(devices, site, config, redis, run, admit=False)
 

@@ -158,9 +158,9 @@ def verify(
 ) -> None:
     """Read the journal and check it against its own digests.
 
-    Checks messages against their checksums, updates against their digests, version numbers, and
-    that each segment starts where the one before it ended. Unless --no-models is given, also
-    rebuilds every version and compares outcomes, weights and digest.
+    Checks version numbers, the checksums of messages, the digests of updates, and that each segment
+    starts where the one before it ended. Unless --no-models is given, also rebuilds every version
+    and compares outcomes, weights and digest.
 
     Exit codes: 0 intact (a torn tail from a crash is fine), 1 damaged.
     """
@@ -281,10 +281,10 @@ def bisect(
 ) -> None:
     """Find the update with which a metric went from good to bad.
 
-    Measures every N-th version, and those between which the run's own measurements went bad, up to
-    the first bad one after a good one; then each version between the two. Reports the first
-    crossing there, and whether the run recovered from it. A dip that recovers between two measured
-    versions goes unnoticed unless --every is 1.
+    Measures every N-th version, and the versions between which the run's own measurements went bad,
+    up to the first bad version after a good one; then each version between these two. Reports the
+    first change from good to bad there, and whether the run recovered from it. A dip that recovers
+    between two measured versions goes unnoticed unless --every is 1.
 
     To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
     code, and the recording may come from a stranger.
@@ -418,12 +418,13 @@ def stats(
     """Show what each device contributed: outcomes, staleness, weight, loss and direction.
 
     Every number has its mean, median, 90th percentile and maximum. A terminal shows as many columns
-    as fit, always including the one sorted by. The norm is that of x_new, the distance that of
-    x_new - x, where x is the model that the update was mixed into.
+    as fit, and always the column sorted by. The norm is that of x_new, the distance that of x_new -
+    x, where x is the model that the update was mixed into.
 
     The mean cosine is between x_new - x and the model's movement in the K versions after the
-    update's: around 0 or below, the others undid it. Updates followed by fewer than K versions
-    don't count. For models with more than 65,536 numbers, that many evenly spaced ones are used.
+    update's: around 0 or below, the other updates undid this one. Updates followed by fewer than K
+    versions don't count. For models with more than 65,536 numbers, that many evenly spaced ones are
+    used.
     """
     from fedstream.history import journal_text as pages
     from fedstream.history.report import as_json as text

@@ -57,7 +57,7 @@ def status(
     else:
         from fedstream.coordinator.access import tokens_of
 
-        # Not redis, which is not asked.
+        # Without the table redis, as Redis is not asked.
         asked = ("run.name", "http.token", "http.token_file")
         settings = live_settings(config, redis=None, run=run, keys=asked)
         tokens = tokens_of(settings.http)
@@ -158,7 +158,7 @@ def replay(
     influence of the device that is left out.
 
     To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
-    code, and the recording may come from a stranger. So does loading the strategy that made it, if
+    code, and the recording may come from a stranger. So does loading the recording's strategy, if
     that isn't built in.
 
     With --redis, feed the recorded updates to a live coordinator and updater, without a scheduler
@@ -231,8 +231,8 @@ def doctor(
     """Check Redis, the run in it, the journal's volume, the task and its data.
 
     Says what to change. Loading your own task or strategy runs its code, and a file may come from a
-    stranger: name it (--task, --set), or trust the file of --config. That of FEDSTREAM_CONFIG is
-    trusted, as the services here run its code.
+    stranger: name it (--task, --set), or trust the file of --config. The file of FEDSTREAM_CONFIG
+    is trusted, as the services here run its code.
 
     Exit codes: 0 no problems (warnings don't count), 1 problems found, 2 wrong configuration.
     """
@@ -267,12 +267,13 @@ def purge(
     for database, keys in ask(
         config, redis, run, lambda client, _keys: presence.elsewhere(client)
     ).items():
-        line(f"fedstream: {presence.in_words(database, keys)}: purge leaves it alone", err=True)
+        there = presence.in_words(database, keys)
+        line(f"fedstream: {there}: purge leaves that database alone", err=True)
     if not yes:
-        there = ask(
+        count = ask(
             config, redis, run, lambda client, keys: presence.purgeable(client, keys, force=force)
         )
-        confirm(f"Delete run {name!r} ({there} keys)?")
+        confirm(f"Delete run {name!r} ({count} keys)?")
     deleted = ask(
         config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
     )
@@ -347,9 +348,9 @@ def acl(
 def plugins(as_json: AsJson = False) -> None:
     """List the strategies, solvers and the like that a configuration can name.
 
-    Built-in ones, and those that installed packages announce by entry points, which are loaded to
-    see whether they work. Your own need no list: path/to/file.py:Name, package.module:Name.
-    Exit codes: 0 all work, 1 one doesn't.
+    Lists built-in plug-ins, and those that installed packages announce by entry points; the latter
+    are loaded to see whether they work. Plug-ins of your own need no list: path/to/file.py:Name,
+    package.module:Name. Exit codes: 0 all work, 1 one doesn't.
     """
     from fedstream.settings.plugin_sources import listed
 

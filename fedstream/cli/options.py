@@ -41,7 +41,7 @@ OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 
 
 def named(option: str, given: str, names: Collection[str]) -> str:
-    """The member of ``names`` that was given, with an underscore or a space: 'given up'.
+    """The name in ``names`` for ``given``, which may have spaces for underscores: 'given up'.
 
     Raises ConfigError, listing the names.
     """

@@ -200,8 +200,8 @@ def report_run(
     """Write summary, table and picture of a run from its journal alone.
 
     Models are rebuilt and measured if the run left no measurements. A built-in task is loaded by
-    itself, your own only if you name it or trust the recorded one; your own strategy only if you
-    trust it.
+    default; a task of your own only if you name it or trust the recorded one, and a strategy of
+    your own only if you trust it.
     """
     with process.importing():
         from fedstream.history import report, reporting, summary

@@ -42,7 +42,7 @@ def _serve(
         refuse_ended(settings, path)
         if role == "trainer":
             settings = for_joining_trainer(settings, path)
-    else:  # which has tried the task
+    else:  # `fedstream run` has tried the task
         run = settings.run.model_copy(update={"dry_step": False})
         settings = settings.model_copy(update={"run": run})
     page = None

@@ -71,8 +71,9 @@ def sweep(
 ) -> None:
     """Simulate many configurations on all cores and find the best.
 
-    Each is run several times with different seeds. The same command with more values, a larger N
-    or more repeats runs only what is missing, so an interrupted one continues where it stopped.
+    Each configuration is run several times with different seeds. The same command with more values,
+    a larger N or more repeats runs only the missing runs, so an interrupted sweep continues where
+    it stopped.
 
     A configuration whose task raises is recorded as failed, and the others go on; the same command
     tries it again.

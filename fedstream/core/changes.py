@@ -37,7 +37,7 @@ def width_of(kind: Encoding) -> int:
 def encode(
     old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], width: int
 ) -> npt.NDArray[np.uint8]:
-    """The frame that turns ``old`` into ``new``, both of the same multiple of ``width`` bytes."""
+    """The frame that turns ``old`` into ``new``; both have the same multiple of ``width`` bytes."""
     words = _WORDS[width]
     change = new.view(words) - old.view(words)
     is_negative = change >> (8 * width - 1)

@@ -8,8 +8,8 @@ xxh3 is used only against bit rot (``trainer/workspace.py``). Two digests are co
 - SHA-256, for everything else, for models and updates of runs with ``wire.digest``, and in
   recordings of early releases (1.8 GB/s). Its digests have no suffix.
 
-So every digest names its algorithm. Checks use the digest's algorithm, and new digests that of the
-model that they derive from.
+So every digest names its algorithm. A check uses the algorithm of the given digest. A new digest
+uses the algorithm in the digest of the model from which the new bytes were made.
 """
 
 from __future__ import annotations

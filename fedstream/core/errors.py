@@ -64,7 +64,7 @@ class Unavailable(BrokerError):
 
 
 class LoginRefused(BrokerError):
-    """Redis or a Sentinel refuses the password, or its certificate is not trusted."""
+    """Redis or a Sentinel refuses the password, or the server's certificate is not trusted."""
 
 
 class Distrusted(LoginRefused):
@@ -120,7 +120,10 @@ class Fenced(BrokerError):
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The exception itself, or the first one inside a group of them, with a traceback."""
+    """The exception itself; of a group, the first exception inside, at any depth.
+
+    An exception that was never raised gets its group's traceback.
+    """
     while isinstance(error, BaseExceptionGroup):
         first: BaseException = error.exceptions[0]
         # An exception that was never raised itself gets the group's traceback.
@@ -131,7 +134,8 @@ def innermost(error: BaseException) -> BaseException:
 def distrust(said: str, unsigned: str) -> str:
     """Explain why a server's certificate is not trusted, and what to change.
 
-    ``said``: OpenSSL's message. ``unsigned``: what to change if no known authority has signed it.
+    ``said``: OpenSSL's message. ``unsigned``: what to change if no known authority has signed the
+    certificate.
     """
     if found := _ANOTHERS.search(said):
         host = found[1]

@@ -134,8 +134,8 @@ class Format:
     def decode(self, data: npt.NDArray[np.uint8], into: Model) -> None:
         """Write the model that ``data`` encodes into a model of the same layout.
 
-        Raises Undecodable, with the reason to refuse it; the model's values are then undefined.
-        Decodes values that are not finite, which the caller must check.
+        Raises Undecodable, with the reason to refuse the bytes; the model's values are then
+        undefined. The decoded values may be not finite: the caller must check them.
         """
         least, most = self._sizes(into.layout)
         if self.zstd:
@@ -203,8 +203,8 @@ def fed_back(update: Model, memory: Floats | None, how: Format) -> FedBack:
     *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), algorithm 1, lines 4 to 6.
 
     ``update``: its parameters are replaced by the decoded ones. ``memory``: accumulated error, one
-    value per parameter; None: zero. It is dropped if it is far larger than the update. If the
-    update is not finite, its receiver refuses it, and the memory stays unchanged.
+    value per parameter; None: zero. The memory is dropped if it is far larger than the update. If
+    the update is not finite, its receiver refuses it, and the memory stays unchanged.
     """
     known = memory
     if memory is not None and not _norm(memory) <= _MOST / how.share * _norm(update.parameters):

@@ -6,9 +6,9 @@ Buffered Aggregation*, Ortega and Jafarkhani 2023) sends quantised differences, 
 up, and therefore needs a hidden state shared by server and devices; whole models need none.
 
 For a strategy that takes models, the devices' models contain the encoding error of x_tau, which
-rounding to nearest would never let shrink. So its versions are rounded stochastically, seeded by
-the version's number, with zero error in the mean (:mod:`fedstream.core.bf16`). Strategies that take
-deltas don't have this problem.
+rounding to nearest would never let shrink. So the versions of such a strategy are rounded
+stochastically, seeded by the version's number, with zero error in the mean
+(:mod:`fedstream.core.bf16`). Strategies that take deltas don't have this problem.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def decode(payload: Payload, encoded: Encoded, into: Model) -> None:
     """Decode a published model into ``into``, with the same bits as every device.
 
     Checks the digest of a compressed model, which covers the decompressed bytes; for other models,
-    :func:`fedstream.broker.blobs.read` has checked the digest. Raises BlobDamaged if it differs,
-    and Unavailable if the model can't be decoded.
+    :func:`fedstream.broker.blobs.read` has checked the digest. Raises BlobDamaged if the digest
+    differs, and Unavailable if the model can't be decoded.
     """
     try:
         data = inside(payload, encoded, into.layout)

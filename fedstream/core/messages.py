@@ -5,13 +5,14 @@ the message's fields. A message never contains weights; it names a blob.
 
 Services one release apart understand each other. A reader ignores unknown fields, in nested maps
 too, and fills in defaults for missing ones; scripts pick the fields they need. So a release may add
-a field that has a default, and stop reading one that it still writes. Any other change (a field
+a field that has a default, and stop reading a field that it still writes. Any other change (a field
 that is required, renamed, removed or redefined; a new value of a closed set, such as an outcome)
-needs a new schema and two releases: the first reads it (``READS``) but still writes the old one,
-the next writes it (``SCHEMA``) and reads both. A new kind must be readable one release before it is
-written; otherwise older readers bury it as unreadable, which does no harm. Triggers and tasks,
-which scripts unpack, never have a bytes field: Redis's cmsgpack does not support one. Sample bytes
-of every kind are in ``tests/data/messages``: a test decodes them and compares the encoding.
+needs a new schema and two releases: the first release reads the new schema (``READS``) but still
+writes the old one, the next release writes the new schema (``SCHEMA``) and reads both. A new kind
+must be readable one release before it is written; otherwise older readers bury it as unreadable,
+which does no harm. Triggers and tasks, which scripts unpack, never have a bytes field: Redis's
+cmsgpack does not support one. Sample bytes of every kind are in ``tests/data/messages``: a test
+decodes them and compares the encoding.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "
 class Encoded:
     """A model in one of the formats of :mod:`fedstream.core.formats`.
 
-    ``digest``: of the encoded model before compression, so that it doesn't depend on the
+    ``digest``: of the encoded model before compression, so that the digest doesn't depend on the
     compressor's release. Devices report it as the digest of x_tau.
     """
 
@@ -145,7 +146,7 @@ class Trigger(Assignment):
 
 
 class CloseRound(Message):
-    """A request to end the round that trains from a version, and give up its unanswered tasks."""
+    """A request to end a version's round, and to give up the round's unanswered tasks."""
 
     kind: ClassVar[str] = "close_round"
     version: Count
@@ -238,7 +239,8 @@ class Presence(Message):
 class Heartbeat(Message):
     """A trainer is alive and owns its last announced devices; see :class:`Presence`.
 
-    Sent only while a coordinator, so of a release that reads heartbeats, has noted the digest.
+    A trainer sends heartbeats only while a coordinator has noted the digest of its devices, as that
+    coordinator's release then reads heartbeats.
     """
 
     kind: ClassVar[str] = "heartbeat"
@@ -252,7 +254,7 @@ class Heartbeat(Message):
 class ArrivedDevices(Message):
     """Devices have come to a replica of a gateway.
 
-    Without devices, a greeting: the replica is alive.
+    Without devices, the message is a greeting: the replica is alive.
     """
 
     kind: ClassVar[str] = "seating"

@@ -141,7 +141,7 @@ def of_giving_up(said: str) -> str:
 def of_death(said: str) -> str:
     """The reason under which to count an entry moved to ``dead``.
 
-    'unreadable', unless the entry was delivered too often.
+    The text if it is one of DEAD; otherwise 'unreadable'.
     """
     return said if said in DEAD else UNREADABLE
 

@@ -221,8 +221,10 @@ class Head:
 
 
 def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
-    """The description of the head's blob; None if it is about another blob, as a release that
-    knows no formats doesn't update the field."""
+    """The description of the head's blob; None if the field describes another blob.
+
+    A release that knows no formats doesn't update the field.
+    """
     blob, _, text = record.get("encoded", b"").partition(b" ")
     return Encoded.parsed(text) if blob == record["blob"] else None
 
@@ -283,7 +285,7 @@ class Tally:
 
     @property
     def askable(self) -> int:
-        """An upper bound on the available devices, which a trainer serves and nothing bars.
+        """An upper bound on the number of devices that a trainer serves and nothing bars.
 
         Exact unless owned devices are in quarantine, as a tally doesn't list the owned devices.
         """
@@ -299,7 +301,7 @@ class Tally:
 
     @cached_property
     def outcomes(self) -> dict[Outcome, int]:
-        """Number of ended tasks by outcome; plus the open tasks they equal ``issued``."""
+        """The number of ended tasks by outcome; with the open tasks they add up to ``issued``."""
         return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
 
     @property
@@ -374,13 +376,13 @@ class End:
 
 
 def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
-    """A run's counts plus one end, counted like in the scripts."""
+    """A run's counts plus one end, which is counted as the scripts count it."""
     names = [end.outcome, f"{end.outcome}:{end.reason}"] if end.reason else [end.outcome]
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
 def without(counts: Mapping[str, int], part: Mapping[str, int]) -> dict[str, int]:
-    """A run's counts minus ``part``, without those that reach zero."""
+    """A run's counts minus the counts in ``part``; counts that reach zero are left out."""
     return {name: n - part.get(name, 0) for name, n in counts.items() if n > part.get(name, 0)}
 
 

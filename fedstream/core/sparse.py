@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 16  # bytes of gaps
 
 
 def kept(count: int, share: float) -> int:
-    """k: the share of ``count`` values, rounded, and at least 1 if there are values."""
+    """The number of kept values, k: a share of ``count``, rounded; at least 1 if there are any."""
     return min(count, max(1, round(share * count)))
 
 

@@ -285,14 +285,14 @@ class Connection:
                 await self.wait(error)
 
     async def wait(self, trouble: NotNow) -> None:
-        """Wait before the next try: the gateway's time, or a jittered back-off."""
+        """Wait before the next try: the time that the gateway asks for, or a jittered back-off."""
         if self._trouble_since is None:
             self._trouble_since = time.monotonic()
             self._say(f"{trouble}; trying again")
         await self.pause(trouble.after_s)
 
     async def pause(self, seconds: float | None) -> None:
-        """Wait the gateway's time plus up to a tenth; None: a jittered back-off."""
+        """Wait ``seconds`` plus up to a tenth; None: a jittered back-off."""
         if seconds is None:
             seconds = self._backoff.next()
         else:
@@ -370,7 +370,7 @@ def date_of(value: str) -> datetime | None:
 
 
 def _in_words(error: Exception) -> str:
-    """Why there is no connection, without the address."""
+    """The cause of a failed connection, in words and without the address."""
     inner = getattr(error, "os_error", None) or error.__cause__ or error
     number = getattr(inner, "errno", None)
     if isinstance(number, int) and number > 0 and not isinstance(inner, ssl.SSLError):

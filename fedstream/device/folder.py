@@ -1,6 +1,6 @@
 """A device's folder, with its number, model, unfinished work and error feedback.
 
-    device.json   its number, and for which run, gateway and key
+    device.json   the device's number, and the run, gateway and key that it is for
     models/       the newest model that was downloaded, not compressed, by its digest
     work          the workspace of a task whose training was interrupted
     update        an update on its way to the gateway, with its error feedback
@@ -100,7 +100,7 @@ class DeviceFolder:
     def enrolled(self, who: Identity) -> None:
         """Store a new identity, and delete all earlier state.
 
-        Also for the same name and number, which a recreated run has again.
+        Also if run and number are the same as before: a recreated run has them again.
         """
         for name in _STATE:
             (self.path / name).unlink(missing_ok=True)
@@ -167,8 +167,8 @@ class DeviceFolder:
     def delivered(self, update: FinishedUpdate, *, known: bool, counts: bool) -> None:
         """Delete an update, and store its error feedback.
 
-        ``known``: whether its outcome is known; if not, all feedback is deleted. ``counts``:
-        whether it was admitted; if not, the earlier feedback stays.
+        ``known``: whether the update's outcome is known; if not, all feedback is deleted.
+        ``counts``: whether the update was admitted; if not, the earlier feedback stays.
         """
         if not known:
             (self.path / _UNSENT).unlink(missing_ok=True)

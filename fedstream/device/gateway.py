@@ -125,7 +125,7 @@ class OwnGateway:
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
     ) -> Reply:
-        """Send one request with a token, requested first if necessary. Raises NotNow."""
+        """Send one request with a token, which is requested first if necessary. Raises NotNow."""
         for fresh in (False, True):
             token = await self.token(fresh=fresh)
             reply = await self.connection.once(
@@ -144,7 +144,7 @@ class OwnGateway:
         return reply
 
     async def token(self, *, fresh: bool = False) -> str:
-        """A token that is valid for a while; ``fresh``: a new one. Raises NotNow."""
+        """A token that stays valid for a while. ``fresh``: request a new one. Raises NotNow."""
         if self._access is None or fresh or time.monotonic() > self._access[1]:
             asked = time.monotonic()
             reply = await self._signed_once(TOKEN_ROUTE, Nothing().encode(), str(self.device))
@@ -155,7 +155,7 @@ class OwnGateway:
         return self._access[0]
 
     def _refused(self, reply: Reply, what: str) -> FedstreamError:
-        """The error for a refusal of the device: NotNow while it may be temporary."""
+        """The error for a refusal of the device: NotNow while the refusal may be temporary."""
         told = reply.refusal(what)
         if self._access is None or told.reason not in _DOUBTFUL:
             return told

@@ -30,7 +30,7 @@ _MOST = 1 << 16  # bytes of a file
 def own_key(path: Path) -> PrivateKey:
     """Read a key of P-256 or Ed25519 (PEM, PKCS #8); without a file, make a new one of P-256.
 
-    Raises ConfigError if it is unusable, or if other users can read or write it.
+    Raises ConfigError if the file is unusable, or if other users can read or write it.
     """
     try:
         return _read(path)

@@ -171,14 +171,18 @@ class ModelStore:
     async def _write(self, response: aiohttp.ClientResponse, part: _Part, most: int) -> None:
         """Append an answer's bytes to the file, or replace it.
 
-        Raises NotNow if they don't continue the file, BlobDamaged above ``most`` bytes in total.
+        Raises NotNow if the bytes don't continue the file, BlobDamaged for changes above ``most``
+        bytes.
         """
         if response.status == 200:
             part.drop()
             if not part.is_model:
                 length = response.content_length
                 if length is None or not 0 < length <= most:
-                    raise BlobDamaged(f"{length} bytes of changes in a model of {most}")
+                    raise BlobDamaged(
+                        f"the gateway announced {length} bytes of changes, for a model of {most} "
+                        "bytes"
+                    )
                 part.size, part.tag = length, response.headers.get("ETag", "")
         elif _bounds(response) != (part.have, part.size):
             part.drop()
@@ -194,11 +198,11 @@ class ModelStore:
         refusal = reply.refusal("the model")
         if reply.status == 404 and refusal.reason == SUPERSEDED:
             raise Superseded(str(refusal))
-        if reply.status == 404 and not part.is_model:  # whatever the reason: there is the model
+        if reply.status == 404 and not part.is_model:  # for any reason: the whole model is left
             raise _NoChanges(str(refusal))
         if reply.status == 401 and refusal.reason == TOKEN:
             await self._gateway.token(fresh=True)
-        elif reply.status == 416:  # the file is not a part of it
+        elif reply.status == 416:  # the file is no beginning of the model
             part.drop()
             raise NotNow(str(refusal))
         else:
@@ -209,7 +213,7 @@ class _Part:
     """A partial download."""
 
     def __init__(self, path: Path, tag: str = "", size: int = 0) -> None:
-        """``tag`` and ``size``: of a whole model; for changes, taken from the first answer."""
+        """``tag``, ``size``: a model's ETag and bytes; for changes, from the first answer."""
         self.path = path
         self.is_model = size > 0
         self.tag = tag  # ETag of the whole
@@ -220,7 +224,7 @@ class _Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are there."""
+        """Whether the file has all bytes."""
         return 0 < self.size == self.have
 
     def append(self, piece: bytes) -> None:
@@ -230,7 +234,7 @@ class _Part:
         self.have += len(piece)
 
     def drop(self) -> None:
-        """Delete all bytes."""
+        """Delete what has been downloaded so far."""
         self.path.unlink(missing_ok=True)
         self.have = 0
 
@@ -256,14 +260,14 @@ def _read(file: Path, encoded: Encoded, layout: Layout) -> ModelBytes:
     with file.open("rb") as source:
         got = source.readinto(payload.buffer.data)
         if got != encoded.size or source.read(1):
-            raise BlobDamaged(f"a model of another size than {encoded.size} bytes")
+            raise BlobDamaged(f"the model's file has another size than {encoded.size} bytes")
     if format_of(encoded.format).zstd:
         try:
             return inside(payload, encoded, layout)
         except Undecodable as error:
             raise Unavailable(f"the published model can't be decoded: {error}") from error
     if (own := payload.digest_like(encoded.digest)) != encoded.digest:
-        raise BlobDamaged(f"a model with digest {own}, expected {encoded.digest}")
+        raise BlobDamaged(f"the model's bytes have digest {own}, not {encoded.digest}")
     return payload.buffer
 
 
@@ -271,11 +275,11 @@ def _applied(old: Path, frame: Path, plain: Encoded) -> ModelBytes:
     """Apply changes; return the newer model's bytes. Raises BlobDamaged, Undecodable."""
     before = np.frombuffer(old.read_bytes(), np.uint8)
     if before.size != plain.size:
-        raise BlobDamaged(f"the model that is there has {before.size} bytes, not {plain.size}")
+        raise BlobDamaged(f"the downloaded model has {before.size} bytes, not {plain.size}")
     sent = np.frombuffer(frame.read_bytes(), np.uint8)
     data = changes.decode(before, sent, changes.width_of(format_of(plain.format).kind))
     if (own := digest_of(data.data, algorithm_of(plain.digest))) != plain.digest:
-        raise BlobDamaged(f"they give a model with digest {own}, expected {plain.digest}")
+        raise BlobDamaged(f"the changes give a model with digest {own}, not {plain.digest}")
     return data
 
 

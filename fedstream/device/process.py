@@ -76,8 +76,8 @@ async def run_device(
 ) -> None:
     """Work until the run is over, or until one task is answered if ``options.once``.
 
-    Cancel it to stop: it then gives its task up. ``say``: called with a line about an event,
-    ``show``: with a short status. Raises FedstreamError.
+    To stop the device, cancel this call: the device then gives its task up. ``say``: called with a
+    line about an event, ``show``: with a short status. Raises FedstreamError.
     """
     connection = Connection(options.address, say)
     key, folder = own_key(options.key), DeviceFolder(options.folder)

@@ -71,7 +71,7 @@ class LocalTraining:
         *,
         save_s: float,
     ) -> None:
-        """``thread``: the only one that may use the learner. ``save_s``: time between two saves."""
+        """``thread``: only this thread may use the learner. ``save_s``: time between two saves."""
         self._learner = learner
         self._solvers = solvers
         self._thread = thread
@@ -81,7 +81,7 @@ class LocalTraining:
         self._into = Model(learner.layout)
 
     def interrupted(self, task: str) -> Start | None:
-        """The start from an earlier process's workspace of this task, if any."""
+        """Where training of this task was interrupted in an earlier process; None if it was not."""
         saved = self._folder.work()
         if saved is None:
             return None

@@ -1,7 +1,7 @@
 """Delivering an update in parts, with resumption after cuts, until there is a receipt.
 
-draft-ietf-httpbis-resumable-upload. A part is a few of the gateway's chunks, so that a cut loses
-little and requests stay below proxies' limits.
+The protocol is draft-ietf-httpbis-resumable-upload. A part is a few of the gateway's chunks, so
+that a cut loses little and requests stay below proxies' limits.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class UpdateUpload:
     async def receipt(self, *, begun: bool = False) -> Receipt | None:
         """Send the missing bytes, and return the receipt.
 
-        ``begun``: the gateway may have a part. None if the gateway has forgotten update and task.
-        Raises TurnedAway.
+        ``begun``: whether the gateway may have a part of the update. Returns None if the gateway
+        has forgotten update and task. Raises TurnedAway.
         """
         connection = self._gateway.connection
         if begun:
@@ -122,7 +122,7 @@ class UpdateUpload:
 
         async def look() -> Reply:
             reply = await self._gateway.once("HEAD", self._update.url)
-            if reply.status == 409:  # another request came behind it, perhaps a copy of an earlier
+            if reply.status == 409:  # a newer request has replaced it, perhaps a copy of an old one
                 raise NotNow("the gateway was asked about the update twice at once")
             return reply
 

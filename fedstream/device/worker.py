@@ -329,7 +329,7 @@ class DeviceWorker:
     async def _turned_away(self, update: FinishedUpdate, refusal: TurnedAway) -> None:
         """Give up an update that the gateway refuses; raise if the refusal concerns the device.
 
-        For example, the run's format may have changed since the offer.
+        The gateway refuses an update, for example, if the run's format has changed since the offer.
         """
         self._turned_away_in_a_row += 1
         is_last = self._once or self._turned_away_in_a_row >= _MOST_TURNED_AWAY

@@ -100,7 +100,10 @@ async def _looked(settings: RedisSettings, places: Sequence[Address]) -> dict[Ad
 
 
 async def _look(client: Client, place: Address, within_s: float) -> _Look:
-    """Connect like services; if the certificate is refused, again to read it. Sends nothing."""
+    """Connect as services do; if the certificate is refused, connect again to read it.
+
+    Sends no command.
+    """
     strict, open_minded = client.tls_context(), client.tls_context()
     assert strict is not None and open_minded is not None  # noqa: S101, PT018  (the URL is rediss)
     open_minded.check_hostname = False

@@ -46,8 +46,8 @@ async def examine(
 ) -> list[Finding]:
     """Collect all findings. For a Redis user named after a role, check only this role's needs.
 
-    ``configured``: the settings are the deployment's; if not, they have only Redis's address and
-    the run's name. Raises ConfigError if these are missing.
+    ``configured``: whether the settings are the deployment's; if not, they have only Redis's
+    address and the run's name. Raises ConfigError if the address or the name is not allowed.
     """
     client = Client(settings.redis, "doctor")
     user = user_of(settings.redis)
@@ -206,7 +206,7 @@ class _Look:
         return [rights.judged(self._user, what, asked, await rights.allowed(self._client, asked))]
 
     async def _users(self) -> Iterable[Finding]:
-        """Check the roles' users, which a service's own user may not do."""
+        """Check the roles' users, for which a service's own user lacks the right."""
         findings: list[Finding] = []
         if self._user in ROLES and self._user != "operator":
             return findings

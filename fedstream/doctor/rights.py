@@ -114,7 +114,7 @@ _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
 @dataclass(frozen=True)
 class Asked:
-    """A command that a role must be allowed: for people, and complete."""
+    """A command that a role must be allowed to send: in words for people, and complete."""
 
     what: str
     command: tuple[str, ...]
@@ -160,7 +160,7 @@ def _required(rights: Rights, keys: Keys, redis: RedisSettings) -> list[Asked]:
 
 
 def rights_of(user: str, keys: Keys, redis: RedisSettings) -> tuple[str, list[Asked]]:
-    """Required rights of a user, of a role or shared by all services, as (purpose, rights)."""
+    """A Redis user's purpose, and the rights that it needs: those of a role, or of all services."""
     if user in ROLES:
         return f"fedstream {user}", required(user, keys, redis)
     role, _, site = user.partition("-")

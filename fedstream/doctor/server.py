@@ -78,7 +78,7 @@ def part(info: Info, *, cluster: bool, sentinel: bool) -> Iterator[Finding]:
 
 
 def persistence(info: Info, save: str | None) -> Iterator[Finding]:
-    """Check what Redis writes to disk. ``save``: its setting; None if it may not be read."""
+    """Check what Redis writes to disk. ``save``: the setting; None if this user can't read it."""
     about = "redis persistence"
     if info.get("loading") == "1":
         yield problem(about, "is loading its data from disk", "wait until it has finished")
@@ -156,7 +156,7 @@ class Need:
 
     @property
     def models(self) -> int:
-        """Total, including 2 models in the making, as the scheduler counts."""
+        """The total, including 2 models in the making, as the scheduler counts them."""
         return self.open + self.queue + self.kept + 2
 
 
@@ -169,7 +169,7 @@ def need(
     queue: int,
     keep: tuple[int, int],
 ) -> Need:
-    """Estimate what a run will need.
+    """Estimate the memory that a run will need.
 
     ``keep``: the number and bytes of versions that the updater keeps.
     """
@@ -246,7 +246,7 @@ def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
 
 
 def skew_in(asked: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """How far this machine's clock is ahead of Redis's, and how sure that is, in seconds.
+    """The lead of this machine's clock over Redis's, and the lead's uncertainty, in seconds.
 
     ``asked``: (before, Redis's time, after) of each exchange, in seconds; the fastest is used, as
     the most precise.

@@ -90,7 +90,10 @@ def _free(there: Path) -> int:
 
 
 def _synced(folder: Path) -> tuple[float, bool]:
-    """Measure syncs of an unnamed temporary file, as (median seconds, writes bypass the cache)."""
+    """Measure syncs of an unnamed temporary file.
+
+    Returns the median in seconds, and whether the writes bypassed the page cache.
+    """
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap(-1, _SYNC_BYTES) as pages:
         past_cache = _past_cache(file.fileno())
         pages[:] = os.urandom(_SYNC_BYTES)

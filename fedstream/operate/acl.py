@@ -28,10 +28,10 @@ def file_of(
 ) -> str:
     """Text of the ACL file, with passwords from the environment. Raises ConfigError.
 
-    ``sites``: get a user each for their trainers; not the pool, which uses the role's user.
-    ``gateways``: the sites of gateways, likewise; the site 'gateway' uses the role's user.
-    ``folder``: has the passwords, in files named after the users, instead of the environment.
-    ``reload``: password of the user ``reload``.
+    ``sites``: the sites whose trainers get a user of their own; the pool's trainers use the role's
+    user. ``gateways``: the sites whose gateway gets a user of its own; the gateway of the site
+    'gateway' uses the role's user. ``folder``: a folder with the passwords, in files named after
+    the users; None: they are in the environment. ``reload``: password of the user ``reload``.
     """
     missing: list[str] = []
 

@@ -1,8 +1,8 @@
 """`fedstream dead`: inspects, retries and drops dead letters.
 
 A dead letter's task has ended. A retry is a new task for the same device, with the same number of
-steps; it counts as issued and gets its own outcome. Two letters may concern one task (its entry
-crashed trainers, an answer to it crashed coordinators), which is retried only once.
+steps; it counts as issued and gets its own outcome. Two letters may concern one task: the task's
+entry crashed trainers, and an answer to it crashed coordinators. Such a task is retried only once.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def again(letter: Letter, now: float) -> Trigger:
     }
     if isinstance(message, Assignment):
         if message.deadline is not None and now > message.deadline:
-            raise FedstreamError("the deadline of its round has passed")
+            raise FedstreamError("the deadline of the dead letter's round has passed")
         same = ("seed", "steps", "epochs", "seconds", "version", "deadline")
         return Trigger(**about, **{name: getattr(message, name) for name in same})
     if not isinstance(message, Upload) or message.steps < 1:

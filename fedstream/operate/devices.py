@@ -160,7 +160,7 @@ class Device:
 
     @property
     def used(self) -> int:
-        """Number of its updates that were applied or buffered."""
+        """Number of the device's updates that were applied or buffered."""
         return sum(self.outcomes[outcome] for outcome in _USED)
 
 
@@ -172,7 +172,7 @@ class DeviceList:
     since: float | None  # of the oldest event; None: there is none
 
     def in_quarantine(self) -> DeviceList:
-        """Only the devices in quarantine."""
+        """The list without the devices that are not in quarantine."""
         return replace(self, found=tuple(one for one in self.found if one.quarantine is not None))
 
 

@@ -2,8 +2,8 @@
 
 The feeder acts as scheduler and trainers: it opens a task for each recorded update, and answers it
 with the recorded bytes once the live run has the update's base version. So each update has its
-recorded staleness. Coordinator and updater decide on it themselves. Tasks are opened ahead, so that
-only answering takes time.
+recorded staleness. Coordinator and updater decide on the answer as on any other. Tasks are opened
+ahead, so that only answering takes time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Open:
 
 
 class _Todo:
-    """The records still to feed, in order; refused updates can't be, as their bytes are missing."""
+    """The records still to feed, in order, without refused updates: their bytes were not kept."""
 
     def __init__(self, chain: Sequence[Segment]) -> None:
         self._records = (
@@ -102,7 +102,7 @@ class Feeder:
     """Feeder of the run of ``keys``, which must have no scheduler and no trainers of its own."""
 
     def __init__(self, redis: RedisSettings, keys: Keys, folder: Path, speed: float) -> None:
-        """Open the journal. ``speed`` is a multiple of the recorded one. Raises JournalError."""
+        """Open the journal. ``speed``: a multiple of the recorded speed. Raises JournalError."""
         self._chain = segments(folder)
         if not self._chain:
             raise JournalError(f"{folder}: there is no journal")

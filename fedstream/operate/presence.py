@@ -43,7 +43,7 @@ async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
 
 
 async def purge(client: Client, keys: Keys, *, force: bool) -> int:
-    """Delete the run's keys; returns how many there were.
+    """Delete the run's keys; return their number.
 
     Raises NoRun if there are none, and FedstreamError if the run is being served, unless ``force``.
     """

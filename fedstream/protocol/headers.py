@@ -44,26 +44,26 @@ class BadHeader(FedstreamError):
 
 
 def integer(name: str, value: str) -> int:
-    """A number of bytes, at least 0. Raises BadHeader."""
+    """Parse a number of bytes, at least 0. Raises BadHeader."""
     if not _INTEGER.fullmatch(value):
         raise BadHeader(f"{name}: {value[:40]!r} is not a number of bytes")
     return int(value)
 
 
 def boolean(name: str, value: str) -> bool:
-    """``?1`` or ``?0``. Raises BadHeader."""
+    """Parse ``?1`` or ``?0``. Raises BadHeader."""
     if value not in ("?0", "?1"):
         raise BadHeader(f"{name}: {value[:40]!r} is neither ?0 nor ?1")
     return value == "?1"
 
 
 def as_boolean(value: bool) -> str:
-    """A boolean as a structured field."""
+    """The value of a header for a boolean."""
     return "?1" if value else "?0"
 
 
 def limits(value: str) -> dict[str, int]:
-    """The limits in Upload-Limit by name, unknown ones included.
+    """Parse Upload-Limit; return its limits by name, unknown ones included.
 
     Raises BadHeader.
     """
@@ -77,12 +77,12 @@ def limits(value: str) -> dict[str, int]:
 
 
 def as_limits(limits: Mapping[str, int]) -> str:
-    """The value of Upload-Limit."""
+    """The value of Upload-Limit for these limits."""
     return ", ".join(f"{name}={value}" for name, value in limits.items())
 
 
 def bearer(value: str) -> str:
-    """The token in Authorization. Raises BadHeader."""
+    """Parse Authorization; return its token. Raises BadHeader."""
     found = _BEARER.fullmatch(value) if len(value) <= _TOKEN_CHARS else None
     if found is None:
         raise BadHeader("Authorization: expected Bearer and a token")

@@ -4,8 +4,8 @@
 are reported together, one line per key, each with the value, its source and what is allowed.
 ``dump`` writes resolved settings back as TOML.
 
-A user's program declares what can be configured where it uses it: the typed parameters of a
-function become keys, and values are checked as strictly as everything else.
+A user's program declares its keys where it uses their values: the typed parameters of a function
+become keys, and the values are checked as strictly as all others.
 
     def task(hidden: int = 64, activation: Literal["relu", "tanh"] = "relu") -> Task: ...
 """
@@ -122,8 +122,8 @@ def load(
     layers set in it: they belonged to the other kind.
 
     ``trusted`` is false for the file of a recording: a plug-in that the file alone names is not
-    loaded, because that would run its program. ``keys``: tables, or keys of tables, to read of the
-    file and the environment, such as ``run.name``; None: all.
+    loaded, because that would run its program. ``keys``: the tables and the keys, such as
+    ``run.name``, to read from the file and the environment; None: all.
 
     Raises ConfigError, with one line for every invalid key; NotTrusted.
     """
@@ -144,8 +144,8 @@ def load(
 def check(schema: type[M], table: Mapping[str, object], at: str) -> M:
     """Validate the table at the key ``at``, which ``load`` accepted unchecked.
 
-    For tables whose schema comes from a user's program. Raises ConfigError like ``load``, without
-    the values' sources.
+    This is for tables whose schema comes from a user's program. Raises ConfigError as ``load``
+    does, but without the values' sources.
     """
     tree: _Tree = {key: _node(value, "") for key, value in table.items()}
     return _validate(schema, tree, at.split("."))
@@ -392,8 +392,8 @@ class _Wrong:
     def becomes_default(self) -> bool:
         """Fill in a table's missing kind from the key's default; return whether it did so.
 
-        Not if the table has a key of another kind: ``strategy.alpha=0.3`` alone configures the
-        default strategy.
+        Does nothing if the table has a key of another kind: ``strategy.alpha=0.3`` alone configures
+        the default strategy.
         """
         if self.details["type"] != "union_tag_not_found":
             return False
@@ -412,7 +412,7 @@ class _Wrong:
         return False
 
     def given(self) -> str:
-        """The key, its value unless it is a table or may be secret, and its sources."""
+        """The key with its sources, and with the value unless that is a table or may be secret."""
         text = _dotted([*self.at, *self.key]) or "configuration"
         absent = self.details["type"] in ("missing", "union_tag_not_found")
         if isinstance(self.node, _Leaf) and not absent and not self._may_be_secret():
@@ -629,8 +629,8 @@ def own_class(
 ) -> type[Any] | None:
     """A user's class derived from ``base``, or made from a function; None for any other value.
 
-    ``of_function``: the class to derive from for a function, which its ``function`` becomes.
-    ``given``: as in :func:`table_of`.
+    ``of_function``: the base of a class made from a function; that class keeps the function as its
+    attribute ``function``. ``given``: as in :func:`table_of`.
     """
     if isinstance(value, type):
         return value if issubclass(value, base) else None
@@ -651,7 +651,7 @@ def call_function(settings: Any, *given: object) -> Any:
 def table_of(function: Callable[..., Any], base: type[M], given: Iterable[str]) -> type[M]:
     """A settings class made from a function, whose parameters become its keys.
 
-    ``given``: parameters that the caller passes and that are no keys. Raises ConfigError for an
+    ``given``: the parameters that the caller passes; they become no keys. Raises ConfigError for an
     unsuitable function.
     """
     name = _name(function)

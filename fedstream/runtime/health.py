@@ -80,7 +80,7 @@ class Health:
         self._loops[name].last = self._clock()
 
     def release(self, name: str) -> None:
-        """Forget ``name``, which ended as intended, in liveness and readiness."""
+        """Remove ``name``, which ended as intended, from liveness and readiness."""
         del self._loops[name]
         self._checks.pop(name, None)
 

@@ -1,14 +1,15 @@
 """Serving HTTP with bounded connections, time and memory.
 
-A service has two ports. Its own routes (only the coordinator has any) are on ``http.port``. Probes
-and metrics are on ``http.health_port``, with a separate connection limit, so that filling the first
-port can't get a service restarted. The first may speak TLS, the second never does.
+A service has two ports. Its own routes (only coordinators and gateways have any) are on
+``http.port``. Probes and metrics are on ``http.health_port``, with a separate connection limit, so
+that filling the first port can't get a service restarted. The first port may speak TLS, the second
+never does.
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
-and headers, and applies back-pressure to clients that send too fast. It neither limits the number
-of connections nor drops slow readers: :class:`ServedConnection` does both. Connections count from
-their acceptance. A connection above the limit gets a 503, or with TLS, where that would take a
-handshake, is closed.
+and headers, and applies back-pressure to clients that send too fast. aiohttp neither limits the
+number of connections nor drops slow readers: :class:`ServedConnection` does both. Connections count
+from their acceptance. A connection above the limit gets a 503; with TLS it is closed, as an answer
+would take a handshake.
 """
 
 from __future__ import annotations
@@ -194,8 +195,9 @@ class ServedConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def _process_keepalive(self) -> None:
-        """Close an idle connection like aiohttp, but first read input that arrived in time: a busy
-        loop runs timers late, and before it reads.
+        """Close an idle connection like aiohttp, but first read input that arrived in time.
+
+        A busy loop runs timers late, and before it reads from sockets.
         """
         asyncio.get_running_loop().call_later(_READ_S, super()._process_keepalive)
 
@@ -340,9 +342,9 @@ class HttpSettings(Section):
     def is_named(self, host: str) -> bool:
         """Whether a ``Host`` header, perhaps with a port, names this server.
 
-        Against DNS rebinding, in which a web page's own name resolves to our address. Such a name
-        is in public DNS, so if other machines can connect, addresses, names without a dot and
-        names inside a cluster are accepted too.
+        This check protects against DNS rebinding, in which a web page's own name resolves to our
+        address. Such a name is in public DNS. So if other machines can connect, addresses, names
+        without a dot and names inside a cluster are accepted too.
         """
         if self.hosts is None:
             return True

@@ -33,7 +33,7 @@ class TokenBuckets:
         self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, who: Hashable, now: float) -> float:
-        """Seconds until one more event fits; 0 for now."""
+        """Seconds until one more event fits; 0: it fits now."""
         excess = self._level(who, now) + 1.0 - self._at_once
         return excess / self._per_s if excess > _ROUNDING else 0.0
 
@@ -70,7 +70,7 @@ class LogLimiter:
         self._left_out: dict[Hashable, int] = {}  # dropped lines of each kind, since the last line
 
     def passes(self, kind: Hashable) -> int | None:
-        """None to drop this line, else the number of dropped lines of its kind since the last."""
+        """None: drop this line. Else the number of lines of its kind dropped since the last one."""
         now = self._clock()
         if not self._buckets.wait_s(kind, now):
             self._buckets.charge(kind, now)
@@ -106,9 +106,9 @@ class ConnectionLimit:
     def __init__(
         self, most: int, of_address: int | None = None, arrivals: float | None = None
     ) -> None:
-        """``most``: connections in all; ``of_address``: per address, None: unlimited.
+        """``most``: connections in all. ``of_address``: connections per address; None: unlimited.
 
-        ``arrivals``: new ones per second from an address, after a burst of the address's limit;
+        ``arrivals``: new connections per second from an address, after a burst of ``of_address``;
         None: unlimited.
         """
         self.most = most

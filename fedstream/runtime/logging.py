@@ -1,4 +1,4 @@
-"""Logging: structlog for our own lines; the standard library's get the same form.
+"""Logging: structlog for our own lines, and the same form for the standard library's.
 
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
 ``structlog.contextvars`` (task, device, version) appear on every line of the asyncio task.

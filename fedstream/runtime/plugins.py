@@ -148,7 +148,7 @@ class PluginRegistry(Generic[T]):
             return None
 
     def renew(self, name: str, value: object) -> None:
-        """Forget the name's cached object unless it is ``value``, after a reload."""
+        """After a reload, forget the name's cached object unless this object is ``value``."""
         known = getattr(self._found.get(name), "value", None)
         if value not in (known, getattr(known, "function", None)):
             self._found.pop(name, None)
@@ -259,7 +259,7 @@ def import_attribute(name: str, *, what: str) -> tuple[Any, ModuleType]:
 def _import(source: str, what: str) -> ModuleType:
     """Import a module by its dotted name or its file.
 
-    A file is imported under its stem, with its folder appended to ``sys.path``. That way the user's
+    A file is imported under its stem, with its folder appended to ``sys.path``. So the user's
     program can import its neighbours, and a spawned process, which inherits the path but not the
     modules, finds it under the same name.
     """
@@ -392,9 +392,10 @@ RECORDED = {"recorded": True}
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a settings class: its value is a class of the registry, by the key ``tag``.
+    """Annotation of a table: its key ``tag`` names the class of the registry that validates it.
 
-    The base class must declare ``tag`` as a string; built-in classes narrow it to a literal.
+    The annotated base class must declare ``tag`` as a string; built-in classes narrow it to a
+    literal.
     """
 
     registry: PluginRegistry[Any]

@@ -112,9 +112,9 @@ def short_pauses(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Inside the block, search for garbage mostly among objects newer than the last full search.
 
     A full search takes 0.6 µs per object. A waiting device has 75 objects, so with ten thousand
-    devices a full search stops all answers for half a second. It is repeated every ten minutes, or
-    once objects have grown by a quarter, because closed connections leave cyclic garbage, and
-    attackers can leave a megabyte a second.
+    devices a full search stops all answers for half a second. A full search is repeated every ten
+    minutes, or once objects have grown by a quarter, because closed connections leave cyclic
+    garbage, and attackers can leave a megabyte a second.
     """
     searched = looked = clock()
     held, is_full = 0, True
@@ -199,7 +199,7 @@ def interrupt() -> None:
 
 
 class Stop:
-    """Keep the first signal inside the block until there is a listener, and pass on its name.
+    """Inside the block, keep the first signal until there is a listener, and tell it the name.
 
     A second signal calls ``at_once``, interrupting whatever is running, and ends the process. These
     are plain handlers rather than the event loop's, so that they work even if the loop is stuck.
@@ -261,7 +261,7 @@ def _watch(parent: int) -> None:
 def death_with_parent() -> Callable[[], None] | None:
     """A function that a child calls first so that it dies with us, even on SIGKILL.
 
-    None on systems other than Linux.
+    Returns None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None

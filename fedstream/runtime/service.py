@@ -165,8 +165,8 @@ class Context:
     ) -> None:
         """Log a step of one task (``task`` is its id), if ``traces`` is on, and report its spans.
 
-        ``at``: time of the step, in seconds since 1970; None: now. ``since``: beginning of its
-        span, if it isn't this service's previous step.
+        ``at``: time of the step, in seconds since 1970; None: now. ``since``: the beginning of the
+        step's span, unless that is this service's previous step.
         """
         if self.spans is not None:
             self.spans.step(what, at=at, since=since, about=about)
@@ -332,8 +332,9 @@ def serve(
     Stop order, on SIGTERM, SIGINT or when the service returns:
 
     1. ``stop`` is set: the process is no longer ready, and its loops take no new work.
-    2. The service drains and returns. If it has not after ``drain_s`` seconds, it is cancelled and
-       the process ends by ``os._exit``: a hanging thread would block a normal exit for ever.
+    2. The service drains and returns. A service that has not returned after ``drain_s`` seconds is
+       cancelled, and the process ends by ``os._exit``: a hanging thread would block a normal exit
+       for ever.
     3. HTTP closes last, so that probes and metrics see the drain.
 
     Kubernetes' grace period must exceed ``drain_s`` by 5 s. A second signal ends the process at

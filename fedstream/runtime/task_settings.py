@@ -1,8 +1,8 @@
 """Settings of training tasks that services share: length, lease, participation, wire formats.
 
-Schedulers, anarchic trainers and simulations draw participating devices and the lengths of tasks
-(H, the number of local steps) from them. Anarchic Federated Learning, section 3: each worker may
-use 'a time-varying number of local update steps', and decides when it takes part.
+From these settings, schedulers, anarchic trainers and simulations draw the participating devices
+and the lengths of tasks (H, the number of local steps). Anarchic Federated Learning, section 3:
+each worker may use 'a time-varying number of local update steps', and decides when it takes part.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Participation:
     def shares(self, devices: int) -> list[int] | None:
         """The rates of devices 0 to ``devices`` - 1 as integers in exact proportion.
 
-        None: all rates are equal.
+        None if all rates are equal.
         """
         if not self._rates:
             return None
@@ -162,8 +162,9 @@ class Participation:
 class LeaseSettings(Section):
     """The table ``[lease]``: a task's lease, renewed after a quarter of its time.
 
-    Once it expires, other trainers may take the task over. Trainers renew from the event loop while
-    they train in a thread, so the lease need only outlast a pause of the process, not the task.
+    Once the lease expires, other trainers may take the task over. Trainers renew from the event
+    loop while they train in a thread, so the lease need only outlast a pause of the process, not
+    the task.
     """
 
     seconds: Annotated[float, Field(gt=0)] = 15.0

@@ -39,8 +39,8 @@ _MOST = 16_384  # characters; our own texts are all shorter
 def escaped(value: object, *, lines: bool = False) -> str:
     """The text of a value with unprintable characters escaped; ``lines`` keeps newlines and tabs.
 
-    Printable is what :meth:`str.isprintable` says: no control, format or private-use characters,
-    no surrogates, no spaces but U+0020. Very long texts are cut.
+    Printable characters are those of :meth:`str.isprintable`: no control, format or private-use
+    characters, no surrogates, no spaces but U+0020. Very long texts are cut.
     """
     text = str(value)
     if text.isprintable() and len(text) <= _MOST:

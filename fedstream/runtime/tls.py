@@ -54,7 +54,7 @@ class TlsBuffers:
 class RenewedFiles(Generic[T]):
     """The value of certificates or tokens in files, which are read again once they change.
 
-    While the files are unusable, the value before stays, and each look tries again, as their
+    While the files are unusable, the previous value stays, and each look tries again, as the files'
     metadata doesn't show every repair.
     """
 
@@ -152,7 +152,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._timer: asyncio.TimerHandle | None = None  # running until the end of the handshake
 
     def failed(self, reason: TlsFailure, said: str) -> None:
-        """Called at most once, with the reason of a failure. ``said``: the same for people."""
+        """Called at most once, if the connection fails. ``said``: the reason in words."""
 
     # called by the socket
 

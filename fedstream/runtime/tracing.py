@@ -63,7 +63,7 @@ def span_id(trace: int, name: str, attempt: object = "") -> int:
 
 
 def is_sampled(trace: int, ratio: float) -> bool:
-    """Whether the task is traced: OpenTelemetry's TraceIdRatioBased."""
+    """Whether the task is traced, by the rule of OpenTelemetry's TraceIdRatioBased."""
     return (trace & ((1 << 64) - 1)) < round(ratio * (1 << 64))
 
 

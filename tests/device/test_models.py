@@ -160,7 +160,7 @@ async def test_bytes_of_another_digest_are_refused(
 ) -> None:
     offered = gateway.offer(model).model
     gateway.models[offered.digest] = b"\0" * offered.size
-    with pytest.raises(BlobDamaged, match=f"expected {offered.digest}"):
+    with pytest.raises(BlobDamaged, match=f"not {offered.digest}"):
         await store.model(offered, model.layout)
     assert names(folder) == []
 
@@ -323,7 +323,7 @@ def bomb(_changes: bytes) -> bytes:
         (bomb, "a frame of 1048576 bytes"),
         (lambda _changes: zstandard.ZstdCompressor().compress(bytes(368)), "with digest"),
         (lambda _changes: zstandard.ZstdCompressor().compress(bytes(364)), "changes of 364 bytes"),
-        (lambda changes: changes + bytes(10_000), "10.* bytes of changes in a model of 368"),
+        (lambda changes: changes + bytes(10_000), "10.* bytes of changes, for a model of 368"),
         (lambda _changes: b"", "0 bytes of changes"),
     ],
     ids=["noise", "cut", "bomb", "other model", "too few", "too many", "none"],

@@ -74,7 +74,7 @@ class Roster:
     """The device of each supernode, by its public key, as listed by the operator."""
 
     def __init__(self, devices: Mapping[bytes, tuple[int, ec.EllipticCurvePublicKey]]) -> None:
-        """``devices``: number and key, by the key in PEM."""
+        """``devices``: each device's number and public key, by the key in PEM."""
         self._devices = devices
 
     @classmethod

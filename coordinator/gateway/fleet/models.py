@@ -1,6 +1,6 @@
 """Models as Flower's objects, and supernodes' replies as models and numbers. Pure.
 
-Objects are the parts of a message on the wire, each named by its SHA-256:
+Objects are the parts of a message on the wire. An object's name is the SHA-256 of its bytes:
 ``b"<kind> <ids of its parts> <length>\\0<body>"``. A message has one part, a RecordDict, which has
 records by name. An ArrayRecord has arrays by name, and an Array has the chunks of a file in numpy's
 format.
@@ -92,7 +92,7 @@ class Received:
     contents: dict[str, bytes] = field(default_factory=dict)
 
     def body(self, id_: str, *kinds: str) -> tuple[str, list[str], memoryview]:
-        """An object's kind, the ids of its parts, and its body. Raises DataError."""
+        """Split an object into its kind, the ids of its parts, and its body. Raises DataError."""
         content = self.contents.get(id_)
         if content is None:
             raise DataError(f"object {id_[:64]!r} is missing")
@@ -227,8 +227,8 @@ def content_of(
 ) -> FlowerObject:
     """The content of a train message, a RecordDict.
 
-    ``unnamed``: also include the records under the names that a NumPyClient expects, which gets
-    arrays without names. Objects that occur twice are sent once.
+    ``unnamed``: also include the records under the names that a NumPyClient expects; such a client
+    gets arrays without names. Objects that occur twice are sent once.
     """
     items = [protobuf.message("Item", key=key, value=_value(one)) for key, one in config.items()]
     settings = packed("ConfigRecord", protobuf.message("Values", items=items).SerializeToString())

@@ -102,7 +102,7 @@ class NodeTasks:
         self._given: WeakValueDictionary[str, GivenVersion] = WeakValueDictionary()
 
     def given(self, digest: str) -> GivenVersion | None:
-        """The objects of a version that a supernode still trains from, or None."""
+        """The objects of this version if a supernode still trains from it, else None."""
         return self._given.get(digest)
 
     def give(self, given: GivenVersion) -> None:
@@ -183,11 +183,11 @@ def _no_room() -> Refusal:
 
 
 def most_objects(model: Model) -> int:
-    """The most objects of a reply: a message, records, arrays and chunks."""
+    """The most objects that a reply may have: a message, records, arrays and chunks."""
     arrays = len(model.layout.tensors)
     return 2 + RECORDS + 2 * arrays + most(model) // CHUNK
 
 
 def most(model: Model) -> int:
-    """The most bytes of a reply, whose numbers may be twice as long as ours."""
+    """The most bytes of a reply: its numbers may take twice the bytes of the run's."""
     return 2 * model.buffer.nbytes + 4096 * len(model.layout.tensors) + _EXTRA

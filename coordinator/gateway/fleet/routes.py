@@ -185,7 +185,10 @@ class FleetRoutes:
                 del self._sending[device], self._locks[device]
 
     def _unexpected(self, kind: str, device: int) -> Any:
-        """The answer to an unexpected reply or part of one; None if it is expected."""
+        """The answer to a reply, or a part of a reply, that no task waits for; None if one does.
+
+        Raises Refusal as :meth:`_miss` does.
+        """
         node_task = self._node_tasks.get(device)
         if kind == "PushMessagesRequest" and node_task is None:
             self._miss(device)
@@ -367,7 +370,7 @@ class FleetRoutes:
             self._miss(device)
             # This gateway restarted or gave the task up. Only a debug line, as a device can cause
             # any number of these.
-            self._running.context.log.debug("reply to no task", device=device)
+            self._running.context.log.debug("reply to an unknown task", device=device)
             return protobuf.message("PushMessagesResponse")
         self._end_search(device)
         if message.HasField("error"):
@@ -418,7 +421,11 @@ class FleetRoutes:
         try:
             held = await running.moves.find(node_task.task, device)
         except NotHeld:
-            running.context.log.info("reply to no task", device=device, task=node_task.task)
+            running.context.log.info(
+                "reply to a task that this replica does not hold",
+                device=device,
+                task=node_task.task,
+            )
             return
         try:
             found = await asyncio.to_thread(
@@ -447,7 +454,9 @@ class FleetRoutes:
         )
 
     def _miss(self, device: int) -> None:
-        """Tell a supernode to retry at another replica. Raises Refusal (503).
+        """Tell a supernode to retry at another replica, by raising Refusal (503).
+
+        Returns if there is no other replica, or if the supernode has searched for long enough.
 
         Several requests in a row count as one search for the replica.
         """
