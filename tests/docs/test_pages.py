@@ -128,6 +128,12 @@ def test_from_a_script(reader: Open) -> None:
         page.given("cd my_project && fedstream simulate --config fedstream.toml --versions 20")
 
 
+def test_examples(reader: Open) -> None:
+    """They do not fail as typed; tests/examples plays them for longer."""
+    with reader("docs/examples.md", instead={"--versions 100": "--versions 1"}) as page:
+        page.follow()
+
+
 def test_own_solver(reader: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     with reader("docs/tutorial/own-solver.md") as page:
         program = page.save("my_solvers.py")
