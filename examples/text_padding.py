@@ -1,7 +1,7 @@
 """Sentences of different lengths: `collate` pads them to a batch, and the model skips the padding.
 
 fedstream simulate --task examples/text_padding.py:task --versions 100 \
-    --set solver.kind=adamw --set solver.lr=0.01
+    --set solver.kind=adamw --set solver.lr=0.02
 """
 
 import random
