@@ -128,6 +128,14 @@ def test_from_a_script(reader: Open) -> None:
         page.given("cd my_project && fedstream simulate --config fedstream.toml --versions 20")
 
 
+def test_examples(reader: Open) -> None:
+    """They can be typed; tests/examples has what they learn."""
+    # Without --out, two runs within a second would have the same folder.
+    shorter = {"--versions 100": "--versions 1 --out $(mktemp -d -p .)"}
+    with reader("docs/examples.md", instead=shorter) as page:
+        page.follow()
+
+
 def test_own_solver(reader: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     with reader("docs/tutorial/own-solver.md") as page:
         program = page.save("my_solvers.py")
