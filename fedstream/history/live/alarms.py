@@ -22,13 +22,11 @@ from fedstream.trainer.goals import MOST_RELAPSES, Swings
 Severity = Literal["critical", "warning"]
 AlarmState = Literal["firing", "pending", "quiet"]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Evidence: TypeAlias = tuple[str, Flags]
+"""A fault of the present, and whether each row of ``Snapshot.gauged`` had it."""
 
 _MEASURED = 1000  # of the newest measurements are judged at each look
 _LEADS = {"scheduler": 1, "updater": 2}
-
-
-Evidence: TypeAlias = tuple[str, Flags]
-"""What is wrong now, and whether it was at the time of each row of ``Snapshot.gauged``."""
 
 
 @dataclass(frozen=True)

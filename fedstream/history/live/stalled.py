@@ -123,9 +123,7 @@ def _of_the_core(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _of_trainers(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the causes with trainers: none is registered, all are silent, or no device is
-    connected to a gateway.
-    """
+    """Yield the causes with trainers: none is registered or heard, or no device is connected."""
     workers, open_ = snapshot.workers, snapshot.tally.tasks
     if not snapshot.tally.trainers:
         are = f"{counted(open_, 'task')} {'is' if open_ == 1 else 'are'} open"
@@ -200,9 +198,7 @@ def _successor(lease_s: float) -> str:
 
 
 def _of_open_tasks(snapshot: Snapshot) -> Iterator[str]:
-    """Yield the causes with open tasks: these wait for a coordinator, for a trainer or for each
-    other, or are being trained.
-    """
+    """Yield the causes with open tasks: these wait for a process or each other, or are trained."""
     waits: tuple[tuple[Phase, str], ...] = (("uploading", "answer"), ("triggered", "trigger"))
     for phase, name in waits:
         waiting = snapshot.phases.get(phase, 0)
