@@ -1,4 +1,4 @@
-"""Augmentation: an image is shifted and gets noise, another time in another way.
+"""Augmentation: each use of an image shifts it and adds noise; the model has BatchNorm.
 
 fedstream simulate --task examples/augmentation.py:task --versions 100
 """
@@ -20,7 +20,7 @@ class Augmented(Dataset):
     def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, row):  # all random numbers are seeded: the same run has the same bits
+    def __getitem__(self, row):  # the generators of random and torch are seeded per task
         shifted = self.images[row].roll(random.choice([-1, 0, 1]), 2)
         return shifted + 0.1 * torch.randn(1, 8, 8), self.classes[row]
 

@@ -35,9 +35,10 @@ class Points(Task):
         generator, critic = model["generator"], model["critic"]
         fake = generator(torch.randn_like(real))
         of_critic = softplus(-critic(real)) + softplus(critic(fake.detach()))
+        # Constant weights: of_generator has no gradient for the critic.
         frozen = {name: value.detach() for name, value in critic.named_parameters()}
         of_generator = softplus(-functional_call(critic, frozen, fake))
-        return (of_critic + of_generator).mean()  # neither part has a gradient for both
+        return (of_critic + of_generator).mean()
 
     def metrics(self, model, data):
         real = self.gather(data, torch.arange(len(data)))

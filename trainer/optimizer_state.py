@@ -67,7 +67,7 @@ def restore(
         for optimizer, groups in zip(optimizers, about["groups"], strict=True):
             for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
                 if ours.keys() != theirs.keys():
-                    raise ValueError("a group has other arguments")
+                    raise ValueError("a parameter group has other keys than this optimizer's")
                 ours.update(theirs | {"params": ours["params"]})
             every.append([x for group in optimizer.param_groups for x in group["params"]])
         # Not by load_state_dict, which would cast a float32 moment to its parameter's dtype.
@@ -79,7 +79,7 @@ def restore(
             optimizers[int(number)].state[parameter][name] = value
         for scheduler, rates in zip(schedulers, about["schedulers"], strict=True):
             if rates.keys() - vars(scheduler).keys():
-                raise ValueError("a scheduler has other attributes")
+                raise ValueError("the saved scheduler has attributes that this one lacks")
             scheduler.load_state_dict(rates)
     except (SafetensorError, LookupError, *_WRONG) as error:
         raise BadMessage(f"the workspace's optimizer state cannot be read: {error}") from error

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -129,7 +129,8 @@ class Task(ABC):
         from torch.nn.functional import cross_entropy
 
         x, y = examples(model, batch)
-        loss = cross_entropy(model(x), y)  # without labels NaN, with a gradient of zero
+        scores = _checked(model(x), y, "loss")
+        loss = cross_entropy(scores, y)  # without labels NaN, with a gradient of zero
         return torch.where((y == IGNORED).all(), 0.0, loss)  # no `if`: it would wait for a GPU
 
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
@@ -149,7 +150,7 @@ class Task(ABC):
         with torch.no_grad():
             for rows in torch.split(torch.arange(samples), self.evaluation_batch):
                 x, y = examples(model, self.gather(data, rows))
-                scores = model(x)
+                scores = _checked(model(x), y, "metrics")
                 hits += int((scores.argmax(1) == y).sum())
                 loss += float(cross_entropy(scores, y, reduction="sum"))
                 answers += int((y != IGNORED).sum())  # where y is a sequence, many per sample
@@ -213,6 +214,21 @@ def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     raise DataError(
         "the default loss and metrics expect items (x, y) of tensors or numbers: override loss() "
         "and metrics() for other items"
+    )
+
+
+def _checked(scores: Tensor, y: Tensor, method: Literal["loss", "metrics"]) -> Tensor:
+    """Scores that suit a default method. Raises DataError, for example for a regression.
+
+    The loss also takes probabilities of the classes, of the scores' shape.
+    """
+    is_soft = method == "loss" and y.shape == scores.shape
+    if scores.dim() > 1 and (is_soft or not y.is_floating_point()):
+        return scores
+    raise DataError(
+        f"the default {method} is that of classification: it expects scores of shape (batch, "
+        f"classes, ...) and class numbers, not {tuple(scores.shape)} and {y.dtype}: override "
+        f"{method}()"
     )
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
 from fedstream.core.errors import FedstreamError
@@ -37,15 +36,13 @@ def for_run(name: str, out: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 def _new(name: str) -> Path:
     """Make a new folder, also if several runs begin within one second."""
-    first = report.default_out(name, datetime.now().astimezone())
-    with report.usable(first):
-        first.parent.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
-            with suppress(FileExistsError):
-                folder.mkdir(mode=_MODE)
-                return folder
-    raise AssertionError("there is always a next number")
+    now = datetime.now().astimezone()
+    while True:
+        folder = report.default_out(name, now)
+        with report.usable(folder), suppress(FileExistsError):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=_MODE)
+            return folder
 
 
 class Interrupted(KeyboardInterrupt):

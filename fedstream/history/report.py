@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain, count
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -77,8 +78,12 @@ class Facts:
 
 
 def default_out(name: str, now: datetime) -> Path:
-    """Default output folder, one for each run."""
-    return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+    """The output folder of a run, which does not exist yet: ``runs/NAME-TIME``, with ``-2`` or
+    another number if runs begin within one second.
+    """
+    first = Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], others) if not folder.exists())
 
 
 def beside(folder: Path, what: str, out: Path | None, files: Sequence[str]) -> Path:

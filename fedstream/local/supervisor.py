@@ -368,7 +368,7 @@ class Supervisor:
                 await asyncio.wait((ending,), timeout=_WAITS_S)
             wrong += [error for error in await ending if error is not None]
         if wrong:
-            raise BaseExceptionGroup("services whose supervision failed", wrong)
+            raise BaseExceptionGroup("supervision failed for some services", wrong)
 
     def kill(self) -> None:
         """Kill all processes at once."""

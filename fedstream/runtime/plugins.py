@@ -63,7 +63,7 @@ class NotTrusted(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Permissions of recordings in this context; none by default."""
+    """What recordings may do in this context; nothing by default."""
 
     recorded: bool = False  # run programs that only a recording names
     changed: bool = False  # continue although a rule's source has changed
@@ -77,7 +77,7 @@ _ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa
 
 
 def allowed() -> Allowed:
-    """The permissions of recordings in this context."""
+    """What recordings may do in this context."""
     return _ALLOWED.get()
 
 

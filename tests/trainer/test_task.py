@@ -12,8 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.core.errors import DataError
 from fedstream.trainer.evaluator import device_metrics, spread
+from fedstream.trainer.loading import load_task
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import Task, measured
+from fedstream.trainer.task import Task, TaskSettings, measured
 
 
 class Perfect(nn.Module):
@@ -116,3 +117,25 @@ def test_metrics_see_the_model_in_evaluation_mode_and_leave_it_as_it_was() -> No
         measured(task, model, TensorDataset(torch.zeros(0, 2)))
     assert [part.training for part in model.modules()] == [True, True, True, False]
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "y"),
+    [(1, torch.rand(6)), (1, torch.rand(6, 1, 1)), (3, torch.rand(6)), (None, torch.rand(6))],
+)
+def test_a_regression_is_told_to_bring_its_own_loss(outputs: int | None, y: torch.Tensor) -> None:
+    """Cross entropy would take its numbers for probabilities, or raise what nobody understands."""
+    module = nn.Flatten(0) if outputs is None else nn.Linear(1, outputs)
+    task, batch = load_task("digits", TaskSettings()), [torch.rand(6, 1), y]
+    with pytest.raises(DataError, match=r"loss is that of classification.*override loss\(\)"):
+        task.loss(module, batch)
+    with pytest.raises(DataError, match=r"metrics is that of.*override metrics\(\)"):
+        task.metrics(module, TensorDataset(*batch))
+
+
+def test_the_default_loss_takes_probabilities_of_classes() -> None:
+    task, soft = load_task("digits", TaskSettings()), torch.tensor([[0.25, 0.75]])
+    module = nn.Linear(1, 2).requires_grad_(requires_grad=False)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    assert float(task.loss(module, [torch.rand(1, 1), soft])) == pytest.approx(0.693147, rel=1e-5)
