@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fedstream.core.errors import BadMessage, DataError
 from fedstream.trainer.data import random_states, restore_random_states
+from fedstream.trainer.solvers import is_drawn, minibatches_in, pass_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,47 +21,6 @@ if TYPE_CHECKING:
 
 
 _CPU = torch.device("cpu")
-_MOST_SHUFFLED = 1 << 24  # rows: their order takes 128 MiB and a second
-_MANY = 100  # minibatches in a pass: so few rows are hardly ever drawn twice
-
-
-def is_drawn(samples: int, solver: SolverSettings) -> bool:
-    """Whether rows are drawn with replacement, because there are too many to shuffle."""
-    return samples > _MOST_SHUFFLED and _size(samples, solver) * _MANY <= samples
-
-
-def _size(samples: int, solver: SolverSettings) -> int:
-    return min(solver.batch_size or samples, samples)
-
-
-def pass_sizes(samples: int, solver: SolverSettings) -> list[int]:
-    """The sizes of the minibatches of one pass over ``samples`` rows, in their order.
-
-    With ``fresh`` sampling, or if rows are drawn, a pass has one minibatch. Otherwise the rows left
-    over form a smaller last minibatch, or are left out by ``drop_last``. A single row left over
-    belongs to the minibatch before: batch norm has no statistics of one row.
-    """
-    size = _size(samples, solver)
-    if solver.sampling == "fresh" or is_drawn(samples, solver):
-        return [size]
-    whole, left = divmod(samples, size)
-    sizes = [size] * whole
-    if left and not solver.drop_last:
-        if left == 1:
-            sizes[-1] += 1
-        else:
-            sizes.append(left)
-    return sizes
-
-
-def minibatches_in(samples: int, solver: SolverSettings) -> int:
-    """The number of minibatches in one epoch over ``samples`` rows; 0 for a stream."""
-    if not samples:
-        return 0
-    whole, left = divmod(samples, _size(samples, solver))
-    if solver.sampling == "fresh" or is_drawn(samples, solver):
-        return whole + (left > 0)
-    return whole + (left > 1 and not solver.drop_last)
 
 
 class Minibatches(Sampler[torch.Tensor]):

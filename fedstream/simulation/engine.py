@@ -29,9 +29,8 @@ from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver,
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
-from fedstream.trainer.batches import minibatches_in
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
-from fedstream.trainer.solvers import Cancelled, SolverSettings
+from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
 from fedstream.trainer.task import declared_goals
 from fedstream.updater.decider import refusal_by_content, refusal_by_metadata
 

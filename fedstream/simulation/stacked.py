@@ -25,7 +25,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
-from fedstream.trainer.batches import minibatches_in, pass_sizes
 from fedstream.trainer.solvers import (
     Cancelled,
     DriftCorrected,
@@ -34,6 +33,8 @@ from fedstream.trainer.solvers import (
     Sgd,
     Solver,
     Trained,
+    minibatches_in,
+    pass_sizes,
 )
 from fedstream.trainer.task import Task
 

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRa
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
-from fedstream.trainer.batches import Minibatches, pass_sizes
+from fedstream.trainer.batches import Minibatches
 from fedstream.trainer.data import seeded
-from fedstream.trainer.solvers import Cancelled, Sgd, Work
+from fedstream.trainer.solvers import Cancelled, Sgd, Work, pass_sizes
 from fedstream.trainer.task import Task, measured
 from fedstream.trainer.workspace import Workspace
 from tests.trainer.stepping import work_of

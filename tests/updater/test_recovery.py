@@ -271,7 +271,7 @@ async def test_without_weights_only_redis_has_the_newest_model(
     chain = segments(folder)
     assert sum(r.payload_bytes for segment in chain for r in segment.records()) == 0
     await client.call("FLUSHALL")
-    said = "without weights .* version 3, .* has none.* of version 2"
+    said = "without weights .* version 3, .* has no version.* of version 2"
     await fails(make(weights=False), ConfigError, said)
     async with running(make(weights=False, adopt=True), context()):
         await hand.reaches(4)  # no version goes back, though its model does
