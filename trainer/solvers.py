@@ -225,9 +225,9 @@ class Solver(NamedSettings):
 
     def optimizer(self, parameters: list[dict[str, Any]]) -> Optimizer:
         """The optimizer of a task; ``parameters``: groups as of :meth:`parameter_groups`."""
-        from torch.optim import SGD
+        from fedstream.trainer.sgd import LeanSGD
 
-        return SGD(parameters, **self.arguments(), **in_lists(parameters))
+        return LeanSGD(parameters, **self.arguments(), **in_lists(parameters))
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The trained parameters as ``torch.optim`` takes them, with their groups' arguments.
