@@ -205,6 +205,8 @@ class _Descent:
         schedulers = (solver.scheduler(optimizer) for optimizer in self._optimizers)
         self._schedulers = [one for one in schedulers if one is not None]
         self._has_own_rate = type(solver).rate is not Solver.rate
+        self._varies = self._has_own_rate or bool(self._schedulers)
+        self._with_gradients = [*trained, *(x for one in self._groups for x in one["params"])]
         if self._has_own_rate and self._schedulers:
             raise ConfigError(
                 f"solver.kind = {solver.kind!r}: rate() and solver.lr_scheduler both set the rate: "
@@ -238,8 +240,9 @@ class _Descent:
             self._direct()
         if self._has_own_rate:
             self._set_rate()
-        for n, group in enumerate(self._groups):
-            self._rates[n] += float(group["lr"])
+        if self._varies:
+            for n, group in enumerate(self._groups):
+                self._rates[n] += float(group["lr"])
         for optimizer in self._optimizers:
             optimizer.step()
         for scheduler in self._schedulers:
@@ -253,7 +256,7 @@ class _Descent:
         """The result, once no step is left."""
         self._forget_gradients()
         control, solver, rates = None, self._solver, self._usual
-        if self._has_own_rate or self._schedulers:
+        if self._varies:
             rates = [total / self._step for total in self._rates]
         if solver.controls:
             of = {
@@ -336,9 +339,8 @@ class _Descent:
 
     def _forget_gradients(self) -> None:
         """Free the gradients, which take a model's memory, without the optimizers' hooks."""
-        for group in ({"params": self._trained}, *self._groups):
-            for x in group["params"]:
-                x.grad = None
+        for x in self._with_gradients:
+            x.grad = None
 
     def _direct(self) -> None:
         """Let the solver change the gradients."""
