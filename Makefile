@@ -24,7 +24,7 @@ test:  ## all that CI checks; unit runs beside the others, once what all of them
 	$(MAKE) --no-print-directory --jobs=4 .venv/installed .venv-tools/installed .venv-docs/installed .venv-checkov/installed .venv-flower/installed
 	$(MAKE) --no-print-directory --jobs=2 unit lint types docs k8s-check flower
 
-fast: .venv/installed  ## the tests that start no process, for the inner loop (one to two minutes on two cores)
+fast: .venv/installed  ## the tests that start no process, for the inner loop
 	$(BIN)/pytest -q -m 'not process' --numprocesses auto --dist worksteal
 
 lint: .venv/installed .venv-tools/installed  ## ruff, which package imports which, spelling, the workflows
