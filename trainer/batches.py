@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fedstream.core.errors import BadMessage, DataError
-from fedstream.trainer.data import random_states, restore_random_states
-from fedstream.trainer.solvers import is_drawn, minibatches_in, pass_sizes
+from fedstream.trainer.data import random_states, restore, restore_random_states
+from fedstream.trainer.solvers import Cancelled, is_drawn, minibatches_in, pass_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +49,7 @@ class Minibatches(Sampler[torch.Tensor]):
     @property
     def place(self) -> tuple[bytes, int]:
         """The generator's state before the current pass, and the count of minibatches taken."""
-        return state_of(self._before), self._taken
+        return bytes(self._before.numpy()), self._taken
 
     def skip_to(self, state: bytes, taken: int) -> None:
         """Resume at a ``place``."""
@@ -115,7 +115,7 @@ class Batches(Protocol):
         """The state and the count with which :meth:`skip_to` resumes here."""
 
     def skip_to(self, state: bytes, taken: int, cancelled: Callable[[], bool]) -> None:
-        """Resume at a ``place``. Raises InterruptedError once ``cancelled()`` is true."""
+        """Resume at a ``place``. Raises Cancelled once ``cancelled()`` is true."""
 
 
 def batches_of(
@@ -204,10 +204,10 @@ class LoadedBatches:
         return b"", self._taken
 
     def skip_to(self, state: bytes, taken: int, cancelled: Callable[[], bool]) -> None:
-        """Resume at a ``place``. Raises InterruptedError once ``cancelled()`` is true."""
+        """Resume at a ``place``. Raises Cancelled once ``cancelled()`` is true."""
         for _ in range(taken):
             if cancelled():
-                raise InterruptedError
+                raise Cancelled
             self.next()
 
 
@@ -266,19 +266,3 @@ def _counted(task: Collating, items: list[Any]) -> tuple[int, Any]:
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def state_of(state: torch.Tensor) -> bytes:
-    """A torch generator's state as bytes."""
-    data: bytes = state.numpy().tobytes()
-    return data
-
-
-def restore(generator: torch.Generator, state: bytes) -> None:
-    """Put a torch generator into a state. Raises BadMessage if this torch cannot read it."""
-    try:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    except (RuntimeError, ValueError) as error:
-        raise BadMessage(
-            f"the random generator's state does not fit this version of torch: {error}"
-        ) from error

@@ -6,9 +6,9 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgpack
@@ -85,26 +85,45 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def random_states(where: torch.device) -> tuple[bytes, ...]:
-    """The states of the global generators: Python's, numpy's, torch's, and the GPU's if used."""
+def state_of(generator: torch.Generator) -> bytes:
+    """A torch generator's state as bytes."""
+    data: bytes = generator.get_state().numpy().tobytes()
+    return data
+
+
+def restore(generator: torch.Generator, state: bytes) -> None:
+    """Put a torch generator into a state. Raises BadMessage if this torch cannot read the state."""
     import torch
 
+    try:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, ValueError) as error:
+        raise BadMessage(
+            f"the random generator's state does not fit this version of torch: {error}"
+        ) from error
+
+
+def _torchs(where: torch.device) -> list[torch.Generator]:
+    """torch's global generators: the CPU's, and that of a GPU."""
+    import torch
+
+    gpu = [torch.cuda.default_generators[where.index]] if where.type == "cuda" else []
+    return [torch.default_generator, *gpu]
+
+
+def random_states(where: torch.device) -> tuple[bytes, ...]:
+    """The states of the global generators: Python's, numpy's, torch's, and the GPU's if used."""
     version, words, gauss = random.getstate()
     _, numbers, at, has_gauss, other = np.random.get_state(legacy=True)
-    states = [
+    return (
         msgpack.packb((version, np.array(words, "<u4").tobytes(), gauss)),
         msgpack.packb((np.array(numbers, "<u4").tobytes(), at, has_gauss, other)),
-        torch.get_rng_state().numpy().tobytes(),
-    ]
-    if where.type == "cuda":
-        states.append(torch.cuda.get_rng_state(where).numpy().tobytes())
-    return tuple(states)
+        *map(state_of, _torchs(where)),
+    )
 
 
 def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
     """Restore :func:`random_states`. Raises BadMessage if another release made them."""
-    import torch
-
     try:
         python, numpy, *torchs = states
         version, words, gauss = msgpack.unpackb(python)
@@ -114,17 +133,11 @@ def restore_random_states(states: Sequence[bytes], where: torch.device) -> None:
             raise ValueError(f"place {at}")
         keys = np.frombuffer(numbers, "<u4")
         np.random.set_state(("MT19937", keys, at, has_gauss, other))
-        setters: list[Callable[[torch.Tensor], None]] = [
-            torch.set_rng_state,
-            partial(torch.cuda.set_rng_state, device=where),
-        ]
-        # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
-        for put, state in zip(setters, torchs, strict=False):
-            put(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    except (RuntimeError, ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise BadMessage(
-            f"the random generators' states do not fit this version of torch: {error}"
-        ) from error
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise BadMessage(f"the random generators' states do not fit: {error}") from error
+    # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
+    for generator, state in zip(_torchs(where), torchs, strict=False):
+        restore(generator, state)
 
 
 def size_of(data: Dataset[Any], device: int) -> int:

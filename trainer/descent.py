@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from fedstream.core.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from fedstream.core.layout import Floats, Model
-from fedstream.trainer import optimizer_state
+from fedstream.trainer import optimizers
 from fedstream.trainer.batches import Collating, batches_of
 from fedstream.trainer.data import random_states, restore_random_states, seeded, size_of
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained, Work
@@ -77,7 +77,7 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
     if not trained:
         raise ConfigError(f"nothing to train: model() {_lack(model)}")
     model.train()
-    with seeded(work.seed), _channels_last(model) if work.solver.channels_last else nullcontext():
+    with seeded(work.seed), channels_last(model) if work.solver.channels_last else nullcontext():
         training = _begun(task, model, trained, data, work)
         is_resumed = work.resume is not None
         while training.goes_on():
@@ -98,19 +98,20 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
 
 
 @contextmanager
-def _channels_last(model: nn.Module) -> Iterator[None]:
+def channels_last(model: nn.Module) -> Iterator[None]:
     """Keep the channels of all four-dimensional tensors last in memory, inside the block."""
-
-    def lay_out(how: torch.memory_format) -> None:
-        for tensor in _state(model):
-            if tensor.dim() == 4:
-                tensor.data = tensor.data.contiguous(memory_format=how)
-
-    lay_out(torch.channels_last)
+    lay_out(model, torch.channels_last)
     try:
         yield
     finally:
-        lay_out(torch.contiguous_format)
+        lay_out(model, torch.contiguous_format)
+
+
+def lay_out(model: nn.Module, how: torch.memory_format) -> None:
+    """Give all four-dimensional tensors of a model a memory format."""
+    for tensor in _state(model):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=how)
 
 
 def _lack(model: nn.Module) -> str:
@@ -191,8 +192,7 @@ class _Descent:
         self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
         starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
         self._start = [x_tau for x, x_tau in starts if x.requires_grad]
-        self._x = [x.detach() for x in trained]  # the same memory, without a graph
-        self._at = Iterate(self._x, self._start)
+        self._at = Iterate((), self._start)
         self._directs = type(solver).direction is not Solver.direction
         self._is_own = type(solver) not in SOLVERS.built_in.values()
         if solver.controls:
@@ -285,8 +285,8 @@ class _Descent:
             tensor.detach().copy_(value)
         read(self._model, x_tau)
         state, position = self._batches.place
-        optimizers = optimizer_state.encoded(self._optimizers, self._schedulers)
-        if optimizers is None:
+        states = optimizers.encoded(self._optimizers, self._schedulers)
+        if states is None:
             return None
         return Workspace(
             **self._about,
@@ -297,11 +297,11 @@ class _Descent:
             loss=self._loss.item(),
             minibatches=state,
             position=position,
-            generators=random_states(self._x[0].device),
+            generators=random_states(self._trained[0].device),
             x=x.buffer,
             x_tau=x_tau.buffer,
             rates=np.array(self._rates).tobytes(),
-            optimizers=optimizers,
+            optimizers=states,
             memory={name: _join(own, self._model) for name, own in self._at.memory.items()},
             control=self._work.control,
             device_control=self._work.device_control,
@@ -325,14 +325,14 @@ class _Descent:
         self._step, self._rates = saved.step, rates
         self._began_s -= saved.seconds
         self._loss += saved.loss
-        optimizer_state.restore(saved.optimizers, self._optimizers, self._schedulers)
+        optimizers.restore(saved.optimizers, self._optimizers, self._schedulers)
         for name, vector in saved.memory.items():
             self._at.memory[name] = _split(vector, self._model)
         try:
             self._batches.skip_to(saved.minibatches, saved.position, self._work.cancelled)
-        except InterruptedError:
+        except Cancelled:
             raise Cancelled(saved) from None
-        restore_random_states(saved.generators, self._x[0].device)
+        restore_random_states(saved.generators, self._trained[0].device)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began_s
@@ -370,7 +370,7 @@ class _Descent:
         """
         got = f"a {type(g).__name__}"
         if isinstance(g, list | tuple):
-            wanted = [x.shape for x in self._x]
+            wanted = [x.shape for x in self._trained]
             shapes = [getattr(part, "shape", type(part).__name__) for part in g]
             if shapes == wanted:
                 return

@@ -225,7 +225,7 @@ class Solver(NamedSettings):
 
     def optimizer(self, parameters: list[dict[str, Any]]) -> Optimizer:
         """The optimizer of a task; ``parameters``: groups as of :meth:`parameter_groups`."""
-        from fedstream.trainer.sgd import LeanSGD
+        from fedstream.trainer.optimizers import LeanSGD
 
         return LeanSGD(parameters, **self.arguments(), **in_lists(parameters))
 

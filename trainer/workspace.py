@@ -102,7 +102,7 @@ class Workspace(BaseModel):
     rates: bytes
     """a float64 for each parameter group: the sum of its learning rates over the steps"""
     optimizers: bytes
-    """states of the optimizers and schedulers (:mod:`fedstream.trainer.optimizer_state`)"""
+    """states of the optimizers and schedulers (:mod:`fedstream.trainer.optimizers`)"""
     control: Vector | None = None
     """c of SCAFFOLD, as published with x_tau; None: zero"""
     device_control: Vector | None = None

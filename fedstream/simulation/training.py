@@ -15,6 +15,7 @@ from fedstream.runtime.plugins import about, words
 from fedstream.simulation import stacked
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
+from fedstream.trainer.descent import channels_last, lay_out
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
@@ -75,7 +76,7 @@ class Training:
         self._group: stacked.StackedTraining | None = None
         self._channels_last = False
         if simulation.precision == "bfloat16":
-            _lay_out(self.module, torch.channels_last)
+            lay_out(self.module, torch.channels_last)
         elif simulation.batched and _faster_channels_last(task, self.module):
             self._channels_last = True
         elif (
@@ -175,17 +176,9 @@ class Training:
             self.solver(job.arrival.device, job.version).compression,
         )
 
-    @contextmanager
-    def _layout(self) -> Iterator[None]:
+    def _layout(self) -> AbstractContextManager[object]:
         """Memory layout of the module while it trains."""
-        if not self._channels_last:
-            yield
-            return
-        _lay_out(self.module, torch.channels_last)
-        try:
-            yield
-        finally:
-            _lay_out(self.module, torch.contiguous_format)
+        return channels_last(self.module) if self._channels_last else nullcontext()
 
     def _precision(self) -> AbstractContextManager[object]:
         """Precision in which layers compute while they train."""
@@ -204,10 +197,6 @@ def _faster_channels_last(task: Task, module: nn.Module) -> bool:
         and any(isinstance(part, nn.Conv2d) for part in parts)
         and all(x.device.type == "cpu" and x.dim() < 5 for x in module.parameters())
     )
-
-
-def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
-    module.to(memory_format=layout)  # type: ignore[call-overload]
 
 
 class Measuring:
