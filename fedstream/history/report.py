@@ -28,7 +28,7 @@ from fedstream.journal.chain import opened
 from fedstream.journal.errors import NotRecorded
 from fedstream.journal.inspection import model_at
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.trainer.goals import is_over_devices, main_metric
+from fedstream.trainer.goals import StopSettings, is_over_devices, main_metric
 
 if TYPE_CHECKING:
     from torch import nn
@@ -353,20 +353,20 @@ def write_model(
 
 
 def write_best(
-    out: Path, journal: Path, numbers: Mapping[str, Any], metric: str | None, module: nn.Module
+    out: Path, numbers: Mapping[str, Any], stop: StopSettings | None, module: nn.Module
 ) -> bool:
-    """Write best.safetensors, the best version by a metric, made again from the journal.
+    """Write best.safetensors, the best version of the folder's run, made again from the journal.
 
-    ``numbers``: the summary. ``metric``: None for the main one. Returns False if no version was
-    best, or the journal lacks the weights.
+    ``numbers``: the summary. ``stop``: names the metric; None: the main metric decides. Returns
+    False if no version was best, or the folder has no journal, or one without weights.
     """
-    metric = metric or main_metric(numbers["metrics"], numbers["goal"])
+    metric = stop.metric if stop else main_metric(numbers["metrics"], numbers["goal"])
     best = numbers["best"].get(metric)
-    if metric is None or best is None:
+    if metric is None or best is None or not (out / FOLDER).exists():
         return False
     try:
-        with opened(journal) as chain:
-            model, digest = model_at(chain, best["version"])
+        with opened(out / FOLDER) as segments:
+            model, digest = model_at(segments, best["version"])
     except NotRecorded:
         return False
     about = {name: str(numbers[name]) for name in ("run", "task")}

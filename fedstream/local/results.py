@@ -99,8 +99,7 @@ def write(
             "run": settings.run.name,
             "task": settings.task.name,
         } | as_given(view.head)
-        stop = settings.run.stop.metric if settings.run.stop else None
-        if report.write_best(out, out / FOLDER, numbers, stop, subject.module):
+        if report.write_best(out, numbers, settings.run.stop, subject.module):
             yield report.BEST
         report.write_model(out, model, subject.module, about)
         yield report.MODEL

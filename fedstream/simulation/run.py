@@ -327,11 +327,7 @@ def _write(
                 devices=outcome.devices,
                 time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
             )
-        stop = settings.run.stop.metric if settings.run.stop else None
-        journal = out / FOLDER
-        has_best = journal.exists() and report.write_best(
-            out, journal, numbers, stop, outcome.module
-        )
+        has_best = report.write_best(out, numbers, settings.run.stop, outcome.module)
         report.write_model(out, outcome.model, outcome.module, about)
         if outcome.per_device:
             report.write_devices(out, outcome.per_device)
