@@ -245,10 +245,9 @@ def test_simulation(reader: Open, mnist: Path) -> None:
 
 
 def test_strategies(reader: Open) -> None:
-    # What is said here holds for both, and a simulation takes a quarter of the time. Two of them
-    # that begin in the same second ask for the same folder.
+    # The assertions hold for runs and simulations, and a simulation takes a quarter of the time.
     simulated = {
-        "fedstream run": "rm -rf runs && fedstream simulate --versions 5",
+        "fedstream run": "fedstream simulate --versions 5",
         "--trainers 8": "",
     }
     with reader("docs/strategies.md", instead=simulated) as page:

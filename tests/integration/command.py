@@ -83,7 +83,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = GUARD_S
             return result
         now = time.monotonic()
         assert now < until, f"not within {timeout} s: {what}"
-        # Most of the processor's time is for what is waited for.
+        # Most of the processor's time goes to the processes that a test waits for.
         time.sleep(max(0.05, min(0.5, 4 * (now - looks))))
 
 

@@ -130,7 +130,7 @@ def test_kinds_are_limited_independently() -> None:
 
 
 def test_unlimited_kinds_use_bounded_memory() -> None:
-    """The first ones are forgotten, with what was left out of them."""
+    """The oldest kinds are forgotten, with their counts of dropped lines."""
     flood = LogLimiter(burst=1, clock=Clock())
     for kind in range(300):
         assert [flood.passes(kind) for _ in range(2)] == [0, None]

@@ -224,7 +224,7 @@ class Streaming(Normed):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
 @pytest.mark.parametrize("task", [Augmenting(), Streaming()], ids=["rows", "stream"])
 def test_one_seed_gives_the_same_bits_whatever_draws(task: Task, workers: int) -> None:
-    """Whatever other code draws in between, and if the task is interrupted."""
+    """Other code may draw in between, and the task may be interrupted."""
     piece = work_of(Sgd(batch_size=4, workers=workers), steps=7)
     first = bits(task, piece)
     random.seed(1)

@@ -124,7 +124,7 @@ def test_metrics_see_the_model_in_evaluation_mode_and_leave_it_as_it_was() -> No
     [(1, torch.rand(6)), (1, torch.rand(6, 1, 1)), (3, torch.rand(6)), (None, torch.rand(6))],
 )
 def test_a_regression_is_told_to_bring_its_own_loss(outputs: int | None, y: torch.Tensor) -> None:
-    """Cross entropy would take its numbers for probabilities, or raise what nobody understands."""
+    """Cross entropy would take the numbers for probabilities, or raise torch's own error."""
     module = nn.Flatten(0) if outputs is None else nn.Linear(1, outputs)
     task, batch = load_task("digits", TaskSettings()), [torch.rand(6, 1), y]
     with pytest.raises(DataError, match=r"loss is that of classification.*override loss\(\)"):

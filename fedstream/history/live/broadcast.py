@@ -62,7 +62,7 @@ class Broadcast:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._number = 0  # of the newest picture
-        self._numbers: dict[str, int] = {}  # part -> the picture since which it is as it is
+        self._numbers: dict[str, int] = {}  # part -> the picture that changed the part last
         self._encoded: dict[int, bytes] = {}  # changes since a picture, by its number
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -206,7 +206,7 @@ class LiveService:
         return "operator" if self._sessions.has_operators else "nobody"
 
     def _may(self, request: web.Request, role: ViewerRole) -> bool:
-        """Whether a request's sender has a role. Raises _Refused if nobody can have it."""
+        """Whether a request's sender has a role. Raises _Refused if the role has no token."""
         now = self._role(request)
         if role == "operator":
             if now != "operator" and not self._sessions.has_operators:

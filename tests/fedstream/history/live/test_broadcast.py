@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -42,54 +44,58 @@ async def test_rests_fifty_times_as_long_as_it_looked(
     assert rests_s <= second < rests_s + 0.5
 
 
+class Gap:
+    """A broadcast of one picture; while ``is_away``, Redis does not answer."""
+
+    def __init__(self, parts: dict[str, str], away: Callable[[float], dict[str, str]]) -> None:
+        self.is_away = False
+        self._parts = parts
+        self.cast = Broadcast(self._draw, lambda _snapshot, away_s: away(away_s), faulty)
+
+    async def _draw(self) -> LivePicture:
+        if self.is_away:
+            raise Unavailable("Redis does not answer")
+        return LivePicture(snapshot(), self._parts, 0.0)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Broadcast]:
+        stop = asyncio.Event()
+        working = asyncio.create_task(self.cast.run(stop))
+        try:
+            yield self.cast
+        finally:
+            stop.set()
+            await working
+
+
 async def test_picture_that_was_there_says_how_long_redis_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(broadcast, "pause", Pauses(0.001))
-    stop, is_away = asyncio.Event(), False
-
-    async def draw() -> LivePicture:
-        if is_away:
-            raise Unavailable("Redis does not answer")
-        return LivePicture(snapshot(), {"headline": "there", "flow": "as it was"}, 0.0)
-
-    cast = Broadcast(draw, lambda _scene, away_s: {"headline": f"away {away_s >= 0}"}, faulty)
-    working = asyncio.create_task(cast.run(stop))
-    assert (await cast.newest(60)).parts["headline"] == "there"
-    is_away = True
-    await wait_until(lambda: cast.trouble is not None)
-    assert cast.picture is not None
-    assert cast.picture.parts == {"headline": "away True", "flow": "as it was"}
-    is_away = False
-    await wait_until(lambda: cast.trouble is None)
-    assert (await cast.newest(60)).parts["headline"] == "there"
-    stop.set()
-    await working
+    parts = {"headline": "there", "flow": "as it was"}
+    gap = Gap(parts, lambda away_s: {"headline": f"away {away_s >= 0}"})
+    async with gap.running() as cast:
+        assert (await cast.newest(60)).parts["headline"] == "there"
+        gap.is_away = True
+        await wait_until(lambda: cast.trouble is not None)
+        assert cast.picture is not None
+        assert cast.picture.parts == {"headline": "away True", "flow": "as it was"}
+        gap.is_away = False
+        await wait_until(lambda: cast.trouble is None)
+        assert (await cast.newest(60)).parts["headline"] == "there"
 
 
 async def test_a_warning_ends_with_the_gap_even_if_nothing_else_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(broadcast, "pause", Pauses(0.001))
-    stop, is_away = asyncio.Event(), False
-
-    async def draw() -> LivePicture:
-        if is_away:
-            raise Unavailable("Redis does not answer")
-        return LivePicture(snapshot(), {"headline": "there"}, 0.0)
-
-    cast = Broadcast(draw, lambda _scene, _away_s: {}, faulty)
-    working = asyncio.create_task(cast.run(stop))
-    events = cast.follow()
-    assert [await anext(events) for _ in range(2)][
-        1
-    ] == b'event: parts\ndata: {"headline":"there"}\n\n'
-    is_away = True
-    assert b"waiting for Redis" in await anext(events)
-    is_away = False
-    while (news := await anext(events)).startswith(b"event: trouble"):
-        pass
-    assert news == b"event: parts\ndata: {}\n\n"
-    await events.aclose()
-    stop.set()
-    await working
+    gap = Gap({"headline": "there"}, lambda _away_s: {})
+    async with gap.running() as cast, aclosing(cast.follow()) as events:
+        assert (await anext(events)).startswith(b"retry: ")
+        assert await anext(events) == b'event: parts\ndata: {"headline":"there"}\n\n'
+        gap.is_away = True
+        assert b"waiting for Redis" in await anext(events)
+        gap.is_away = False
+        while (news := await anext(events)).startswith(b"event: trouble"):
+            pass
+        assert news == b"event: parts\ndata: {}\n\n"

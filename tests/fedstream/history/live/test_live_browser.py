@@ -117,7 +117,7 @@ def test_a_run_from_its_start_to_its_end(
 
 
 def test_cut_and_connected_again(browser: Any, stage: Callable[..., Stage]) -> None:
-    """Also while there is nobody to connect to for a while; what happened meanwhile is shown."""
+    """Even if the coordinator is away for a while; the page then shows the events of that time."""
     here = going_on(stage)
     with Cable(here.address) as cable:
         tab = connected(browser, cable.address)
