@@ -66,6 +66,7 @@ _NAMED = {
     "run": "hash",
     "head": "hash",
     "kept": "zset",
+    "best": "hash",
     "lineage": "hash",
     "open": "hash",
     "admitted": "hash",

@@ -51,6 +51,7 @@ class Keys:
         self.run = prefix + "run"  # the run's record: state, layout, target
         self.head = prefix + "head"  # the newest version
         self.kept = prefix + "kept"  # blob of a kept model -> its version
+        self.best = prefix + "best"  # the best version, and the blob that is being measured
         self.lineage = prefix + "lineage"  # version -> digest as given, of the newest versions
         self.open = prefix + "open"  # task -> trigger, for all tasks not yet ended
         self.admitted = prefix + "admitted"  # task -> the attempt that was admitted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -17,7 +18,7 @@ from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.coordinator.access import Handler, Tokens, guarded
 from fedstream.coordinator.downloads import Downloads, send
 from fedstream.core.errors import BlobMissing, FedstreamError, NoRun
-from fedstream.core.records import Tally
+from fedstream.core.records import Best, Tally
 from fedstream.runtime.http import problem
 
 _DIGITS = 18  # more than any version has
@@ -67,8 +68,15 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "quarantined": sorted(head.quarantines.by_device),
         "failing": view.failing_devices,
         "kept_versions": view.kept,
+        "best": _about(view.best) if view.best else None,
         "dead_letters": view.dead,
     }
+
+
+def _about(best: Best) -> dict[str, Any]:
+    """The best version as plain data. ``kept``: whether Redis has its model."""
+    about = {"metric": best.metric, "value": best.value, "version": best.version}
+    return about | {"digest": best.digest, "kept": best.blob is not None}
 
 
 def page(
@@ -175,34 +183,51 @@ class App:
     async def _model(self, request: web.Request) -> web.StreamResponse:
         """A model as safetensors. The ETag is its digest, so a current copy is not sent again."""
         wanted = request.match_info["version"]
+        if wanted == "best":
+            return await self._best(request)
         if wanted != "latest" and not (wanted.isdecimal() and len(wanted) < _DIGITS):
-            return problem(400, f"{wanted[:40]!r} is not a version; expected a number or 'latest'")
+            expected = "expected a number, 'latest' or 'best'"
+            return problem(400, f"{wanted[:40]!r} is not a version; {expected}")
         while True:
             head = await self._ledger.head()
             if head is None:
                 return problem(404, "there is no model yet")
             version = head.version if wanted == "latest" else int(wanted)
+            kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
             try:
-                return await self._copy(request, version)
+                return await self._copy(
+                    request, version, kept.get(version), await self._ledger.given(version)
+                )
             except BlobMissing:
                 now = await self._ledger.head()
                 if now is None or now.version == head.version or wanted != "latest":
                     break  # else the latest was deleted meanwhile: try the new one
-        kept = (await self._ledger.kept()).values()
         return problem(404, f"version {wanted} is not available; kept versions: {_ranges(kept)}")
 
-    async def _copy(self, request: web.Request, version: int) -> web.StreamResponse:
+    async def _best(self, request: web.Request) -> web.StreamResponse:
+        """The best version's model."""
+        best = None
+        while best != (best := await self._ledger.best()) and best is not None:
+            with suppress(BlobMissing):  # if another is the best meanwhile, try that
+                return await self._copy(request, best.version, best.blob, best.digest)
+        if best is None:
+            why = "none was measured by a metric with a goal (Task.goal)"
+            return problem(404, f"no version is the best yet: {why}")
+        gone = f"version {best.version}, the best, is no longer in Redis"
+        return problem(404, f"{gone}: make it again with fedstream journal export")
+
+    async def _copy(
+        self, request: web.Request, version: int, blob: str | None, digest: str | None
+    ) -> web.StreamResponse:
         """A version's model, or 304 if the client has it. Raises BlobMissing, Busy, BlobDamaged."""
-        kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
-        digest = await self._ledger.given(version)
-        if version not in kept or digest is None:
+        if blob is None or digest is None:
             raise BlobMissing(str(version))
         headers = {"ETag": f'"{digest}"', "X-Fedstream-Version": str(version)}
         if f'"{digest}"' in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
         with self._downloads.place():
             layout = (await self._ledger.run()).layout
-            body = await self._downloads.body(layout, version, kept[version], digest)
+            body = await self._downloads.body(layout, version, blob, digest)
             return await send(request, memoryview(body.data), headers)
 
 

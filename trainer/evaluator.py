@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import ceil, isnan, sqrt
+from math import ceil, isfinite, isnan, sqrt
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from aiohttp import web
@@ -22,14 +22,22 @@ from fedstream.broker.published import read_newest
 from fedstream.broker.streams import Reader
 from fedstream.core.errors import BadMessage, BlobMissing, NoRun, innermost
 from fedstream.core.layout import Model
-from fedstream.core.messages import Event
-from fedstream.core.records import Head, Run
+from fedstream.core.messages import Event, Goal
+from fedstream.core.records import Best, Head, Run
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
-from fedstream.trainer.goals import Goals, Stopping, StopSettings, Swings, goal_of, is_over_devices
+from fedstream.trainer.goals import (
+    Goals,
+    Stopping,
+    StopSettings,
+    Swings,
+    goal_of,
+    is_over_devices,
+    main_metric,
+)
 from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
 
 if TYPE_CHECKING:
@@ -256,11 +264,14 @@ class Evaluator:
         return self._data is not None or self._settings.per_device != "never"
 
     async def _measure(self, head: Head, run: Run) -> None:
+        if not await self._ledger.pin(head.blob):  # superseded, or lost by Redis
+            await pause(self._context.stop, _GONE_S)
+            return
         model = Model(run.layout)
         is_last = run.state == "finished" or head.version >= run.versions
         try:
             await read_newest(self._client, self._keys, head, model)
-        except BlobMissing:  # superseded, or lost by Redis
+        except BlobMissing:  # Redis was full, or has lost it
             await pause(self._context.stop, _GONE_S)
             return
         try:
@@ -286,13 +297,23 @@ class Evaluator:
                 time=self._ledger.now(),
                 version=head.version,
                 metrics=metrics,
-            )
+            ),
+            *self._candidate(metrics, head),
         )
         lacks_spread = not self._is_spread(metrics, head.version, is_last)
         if why := self._stopping.add(metrics, head.version):
             await self._ledger.finish(why)
         # Set last, so that an unreported measurement is repeated.
         self._measured, self._lacks_spread = head.version, lacks_spread
+
+    def _candidate(self, metrics: Mapping[str, float], head: Head) -> tuple[()] | tuple[Best, Goal]:
+        """The measured version and the goal of its main metric; () if it can't be the best."""
+        goals, stop = self._learning.goal, self._stop
+        metric = main_metric(metrics, goals, stop.metric if stop else None)
+        goal = goal_of(metric, goals) if metric else None
+        if metric is None or goal is None or not isfinite(metrics[metric]):
+            return ()
+        return Best(metric, metrics[metric], head.version, head.given, head.blob), goal
 
     async def _report(self, error: Exception, head: Head) -> None:
         """Report an error of the user's metrics; the run continues without this measurement."""

@@ -43,6 +43,9 @@ _KNOWN: dict[str, Goal] = {
 # Prefixes of metrics that trainer/evaluator.py derives from the devices' metrics.
 _OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"
+# Prefixes of metrics that may be the main one, the preferred first: of the test data, over the rows
+# of all devices, over the devices.
+_MAIN = ("", "devices_", "device_mean_")
 MOST_RELAPSES = 1  # in the newest measurements; more cause a warning
 _RECENT = 20  # measurements in which relapses are counted
 _CLEARLY = 5  # normally distributed noise exceeds this a few times in a thousand
@@ -51,12 +54,12 @@ _CLEARLY = 5  # normally distributed noise exceeds this a few times in a thousan
 def goal_of(metric: str, declared: Goals) -> Goal | None:
     """The goal of a metric; None if it is neither declared nor well known.
 
-    ``val_loss`` and ``loss_test`` have the goal of ``loss``. Derived metrics over devices have the
-    goal of the devices' metric, except that the goal of a deviation is min.
+    ``val_loss`` and ``loss_test`` have the goal of ``loss``. Metrics over devices have the goal of
+    the devices' metric, except that the goal of a deviation is min.
     """
     if metric.startswith(_DEVIATION):
         return "min"
-    name = _OVER_DEVICES.sub("", metric)
+    name = _OVER_DEVICES.sub("", metric).removeprefix("devices_")
     if name in declared:
         return declared[name]
     words = re.split(r"[^a-z0-9]+", name.lower())
@@ -85,16 +88,28 @@ def is_over_devices(metric: str) -> bool:
     return _OVER_DEVICES.match(metric) is not None
 
 
-def main_metric(names: Iterable[str], declared: Goals) -> str | None:
-    """The default metric to show or compare; None if there is none.
+def main_metric(
+    names: Iterable[str], declared: Goals, stop_metric: str | None = None
+) -> str | None:
+    """The metric by which versions are compared, and which is shown first; None if there is none.
 
-    Accuracy, or else the first by name that is not the loss, metrics with a goal first.
+    The one that may stop the run, if it is among ``names``; else one of the test data; else one
+    over the rows of all devices (``devices_accuracy``); else a mean over the devices. Of these
+    accuracy, or else the first by name that is not the loss, metrics with a goal first.
     """
 
-    def place(name: str) -> tuple[bool, bool, bool, str]:
-        return name != "accuracy", name == "loss", goal_of(name, declared) is None, name
+    def place(name: str) -> tuple[bool, int, bool, bool, bool, str]:
+        level = max(at for at, prefix in enumerate(_MAIN) if name.startswith(prefix))
+        plain = name.removeprefix(_MAIN[level])
+        goal = goal_of(name, declared)
+        return name != stop_metric, level, plain != "accuracy", plain == "loss", goal is None, name
 
-    return min((name for name in names if not is_over_devices(name)), key=place, default=None)
+    able = (
+        name
+        for name in names
+        if name == stop_metric or name.startswith(_MAIN[-1]) or not is_over_devices(name)
+    )
+    return min(able, key=place, default=None)
 
 
 def best_of(values: Iterable[tuple[float, T]], goal: Goal | None) -> tuple[float, T] | None:

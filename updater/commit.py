@@ -195,7 +195,7 @@ class Commits:
         if done.what == "done":
             self.retained, self.told = done_with[on_disk:], told
             self.told_quarantines = quarantines.taken
-            self.publisher.published(publish, commit.retired)
+            self.publisher.published(publish, [b for b in commit.retired if b not in done.spared])
             state = state.counted(done.counts, told)
             if done.finished != state.finished and len(self.pending) <= len(due):
                 return state.to_compare(), True  # the run was ended, or Redis forgot its end
@@ -361,8 +361,11 @@ class Publisher:
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
     async def make_room(self) -> int:
-        """Delete all models but the newest, for a full Redis; return their number."""
-        self._kept = self._kept or await self._ledger.kept()
+        """Delete all models but the newest, for a full Redis; return their number.
+
+        The best version's is deleted too.
+        """
+        self._kept = await self._ledger.kept()
         older = list(self._kept)[:-1]
         if not older or await self._ledger.retire(self._lease.token, older) != "done":
             return 0

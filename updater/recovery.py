@@ -82,6 +82,7 @@ class Recovery:
     lease: Lease
     create_run: Callable[[], tuple[Run, Model]]
     versions: int  # configured now; a run with fewer versions is extended
+    stop_metric: str | None  # configured now
     parts: dict[str, str]  # for segments' heads
     format: Format  # of published models
     digests: DigestAlgorithm  # for a new run
@@ -438,6 +439,7 @@ class Recovery:
             finished=found.time if over else None,
             start=head.start,
             goal=head.goal or {},
+            stop_metric=self.stop_metric,
         )
 
     # the journal's segments
@@ -484,6 +486,7 @@ class Recovery:
             time=self.ledger.now(),
             start=run.start,
             goal=dict(run.goal) or None,
+            stop_metric=run.stop_metric,
             sources=sources_of(self.rule),
             parts=self.parts,
             format=self.format.name,

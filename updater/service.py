@@ -72,13 +72,14 @@ class Updater:
         name: str,
         create_run: Callable[[], tuple[Run, Model]],
         versions: int = 0,
+        stop_metric: str | None = None,
         published_as: Format = F32,
         digests: DigestAlgorithm = "sha256",
         parts: dict[str, str] | None = None,
     ) -> None:
         """``published_as``: the format of published versions. ``digests``: the digest algorithm of
         models and updates, for a new run. ``parts``: digests of the user's own solvers and other
-        plug-ins, for the journal's heads.
+        plug-ins, for the journal's heads. ``stop_metric``: the metric that may end the run.
         """
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
@@ -94,7 +95,7 @@ class Updater:
         self._rule = strategy
         self._journal = journal
         self._create_run = create_run
-        self._versions = versions
+        self._versions, self._stop_metric = versions, stop_metric
         self._parts = parts or {}
         self._format, self._digests = published_as, digests
         self._keys = keys
@@ -138,6 +139,7 @@ class Updater:
             lease=lease,
             create_run=self._create_run,
             versions=self._versions,
+            stop_metric=self._stop_metric,
             parts=self._parts,
             format=self._format,
             digests=self._digests,

@@ -74,6 +74,7 @@ RIGHTS = Rights(
         "head",
         "lineage",
         "kept",
+        "best",
         "models",
         "model:*",
         "device:*",

@@ -14,7 +14,17 @@ from fedstream.broker.commands import Command
 from fedstream.broker.ledger.base import Ledger
 from fedstream.broker.scripts import Script
 from fedstream.core.errors import BadMessage, NoScript
-from fedstream.core.records import Bookmark, Failing, Head, Run, Tally, View, mapping, trigger_of
+from fedstream.core.records import (
+    Best,
+    Bookmark,
+    Failing,
+    Head,
+    Run,
+    Tally,
+    View,
+    mapping,
+    trigger_of,
+)
 
 LOOK = Script("look")
 # Keys that `look` reads in one step without counting inboxes; of most keys only the length.
@@ -37,6 +47,7 @@ LOOKED_AT = (
     "changes",
     "concurrent",
     "failing",
+    "best",
 )
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # other fields are foreign
@@ -70,7 +81,7 @@ class Overview(Ledger):
         return View(**tally.__dict__, open=triggers, owned=_devices(owned, tally.run.devices))
 
     def _tally(self, reply: Any) -> Tally:
-        run, head, counts, *numbers, event, version, now, _, _, failing, _ = reply
+        run, head, counts, best, *numbers, event, version, now, _, _, failing, _ = reply
         tasks, admitted, queue, triggers, inbox, trainers, workers, kept, dead, owners, pool = (
             numbers
         )
@@ -92,6 +103,7 @@ class Overview(Ledger):
             owners=owners,
             pool=bool(pool),
             failing=repeated(failing_devices(failing)),
+            best=Best.parsed(best),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
@@ -138,6 +150,10 @@ class Models(Ledger):
         flat = await self._client.call("ZRANGE", self.keys.kept, 0, -1, "WITHSCORES")
         return {blob.decode(): int(float(v)) for blob, v in zip(flat[::2], flat[1::2], strict=True)}
 
+    async def best(self) -> Best | None:
+        """Read which version is the best; None if none is."""
+        return Best.parsed(await self._client.call("HGETALL", self.keys.best))
+
     async def digest(self, version: int) -> str | None:
         """Read the digest of a version's float32 model; None for an old version."""
         fields = (f"f32:{version}", version)
@@ -146,8 +162,10 @@ class Models(Ledger):
         return found.decode() if found else None
 
     async def given(self, version: int) -> str | None:
-        """Read the digest of the model that devices receive; None for an old version."""
+        """Read the digest of the model that devices receive; None for an old one but the best."""
         found = await self._client.call("HGET", self.keys.lineage, version)
+        if found is None and (best := await self.best()) and best.version == version:
+            return best.digest
         return found.decode() if found else None
 
 

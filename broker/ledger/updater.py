@@ -41,6 +41,7 @@ RIGHTS = Rights(
         "run",
         "head",
         "kept",
+        "best",
         "lineage",
         "model:*",
         "models",
@@ -235,7 +236,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         return self._unless_fenced(reply, token)
 
     async def retire(self, token: str, blobs: Sequence[str]) -> str:
-        """Delete models early, even out of memory; return 'done' or 'lost'. Raises Fenced."""
+        """Delete models early, even out of memory, and even the best version's.
+
+        Returns 'done' or 'lost'. Raises Fenced.
+        """
         rest = [self.keys.model(blob) for blob in blobs]
         return self._unless_fenced(await self._run(_RETIRE, token, *blobs, rest=rest), token)
 
@@ -248,9 +252,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
     def _committed(self, reply: Any, token: str) -> Committed:
         if not isinstance(reply, list):
             return Committed(self._unless_fenced(reply, token))
-        what, state, flat = reply
+        what, state, flat, *spared = reply
         counts = {name: int(value) for name, value in mapping(flat).items()}
-        return Committed(what.decode(), counts, state == b"finished")
+        kept = frozenset(blob.decode() for some in spared for blob in some)
+        return Committed(what.decode(), counts, state == b"finished", kept)
 
     def _unless_fenced(self, reply: bytes, token: str) -> str:
         if reply == b"fenced":

@@ -1,9 +1,10 @@
--- keys: tokens run head models kept lineage queue open admitted ended events counts changes failing
+-- keys: tokens run head models kept best lineage queue open admitted ended events counts changes failing
 -- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
 -- fell back to an older state is detected by its newest version, or by the number of journalled
 -- ends it was told, which must be at least as many as were committed before. ARGV: the change, the
--- entry of each version. rest: the blob of the last version, if there is any, then blobs to delete.
--- Nobody can ask for the versions before the last one, so they have no blob. Idempotent: may be
+-- entry of each version. rest: the blob of the last version, if there is any, then blobs to delete,
+-- of models last. Nobody can ask for the versions before the last one, so they have no blob. The
+-- models of the best version and of the one that is being measured are spared. Idempotent: may be
 -- repeated after a lost reply, also together with later versions.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
@@ -53,9 +54,19 @@ for _, ended in ipairs(a.ends) do
   end
 end
 for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
-for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
-for i = first_rest + (last and 1 or 0), #KEYS do redis.call('UNLINK', KEYS[i]) end
+local models = #KEYS - #a.retired -- the keys after these are of the retired models
+for i = first_rest + (last and 1 or 0), models do redis.call('UNLINK', KEYS[i]) end
+local best, pinned = unpack(#a.retired > 0 and redis.call('HMGET', key.best, 'blob', 'pinned') or {})
+local spared = {}
+for i, blob in ipairs(a.retired) do
+  if blob == best or blob == pinned then
+    spared[#spared + 1] = blob
+  else
+    redis.call('ZREM', key.kept, blob)
+    redis.call('UNLINK', KEYS[models + i])
+  end
+end
 if a.finish then
   redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)
 end
-return {'done', redis.call('HGET', key.run, 'state'), redis.call('HGETALL', key.counts)}
+return {'done', redis.call('HGET', key.run, 'state'), redis.call('HGETALL', key.counts), spared}

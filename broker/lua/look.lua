@@ -1,5 +1,5 @@
 -- keys:
--- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models changes concurrent failing
+-- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models changes concurrent failing best
 -- Everything countable, and the ids of the newest event and version: the view includes all up to
 -- them. ARGV[1]: 1 to count the inboxes as well. There is one per site, and the scheduler looks at
 -- every version, so it leaves them out. ARGV[2]: which open tasks and owned devices are wanted:
@@ -80,6 +80,7 @@ local owned = redis.call('HLEN', key.owners)
 local now = redis.call('TIME')
 return {
   redis.call('HGETALL', key.run), redis.call('HGETALL', key.head), redis.call('HGETALL', key.counts),
+  redis.call('HGETALL', key.best),
   redis.call('HLEN', key.open), redis.call('HLEN', key.admitted), redis.call('XLEN', key.queue),
   redis.call('XLEN', key.triggers), said, trainers, workers,
   redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), owned,

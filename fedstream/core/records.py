@@ -66,6 +66,7 @@ class Run:
     finished: float | None = None  # seconds since 1970
     start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
     goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, declared by the task
+    stop_metric: str | None = None  # that may end the run
 
     def difference(self, layout: str | None, devices: int | None) -> str:
         """The difference between a device's task and the run's, for people; '' if there is none.
@@ -124,6 +125,7 @@ class Run:
             finished=None if finished is None else float(finished),
             start=record.get("start", b"").decode(),
             goal=msgpack.unpackb(record.get("goal", b"\x80")),
+            stop_metric=record["stop_metric"].decode() if "stop_metric" in record else None,
         )
 
 
@@ -247,6 +249,31 @@ class Failing:
             return None
 
 
+@dataclass(frozen=True)
+class Best:
+    """The version with the best measurement of the run's main metric."""
+
+    metric: str
+    value: float
+    version: int
+    digest: str  # as given to devices
+    blob: str | None  # None: deleted, as Redis was full
+
+    @classmethod
+    def parsed(cls, flat: Sequence[bytes]) -> Best | None:
+        """Parse the key's fields; None if no version was the best yet."""
+        record = mapping(flat)
+        if "version" not in record:
+            return None
+        return cls(
+            metric=record["metric"].decode(),
+            value=float(record["value"]),
+            version=int(record["version"]),
+            digest=record["digest"].decode(),
+            blob=record["blob"].decode() if "blob" in record else None,
+        )
+
+
 class EncodedUpdates(TypedDict):
     """Redis's counts of updates in wire formats."""
 
@@ -276,6 +303,7 @@ class Tally:
     now: float  # seconds since 1970, Redis's clock
     # Devices that failed more than once in a row; only some if there are many.
     failing: Mapping[int, Failing] = field(default_factory=dict)
+    best: Best | None = None  # None: no version was the best yet
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
 
     @property
@@ -405,7 +433,7 @@ class Commit:
     before: int = 0  # number of ends committed before, which Redis must equal
     entries: Sequence[str] = ()  # queue entries to delete
     updates: Sequence[str] = ()  # blobs of updates to delete
-    retired: Sequence[str] = ()  # blobs of models to delete
+    retired: Sequence[str] = ()  # blobs of models to delete, unless the best version needs them
     finish: str | None = None  # why the run ends with this commit
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before
@@ -418,3 +446,4 @@ class Committed:
     what: str  # 'done' or 'created', or why nothing was done
     counts: dict[str, int] = field(default_factory=dict)  # the run's counts afterwards
     finished: bool = False  # whether the run is finished
+    spared: frozenset[str] = frozenset()  # blobs to retire that are still needed: retire them later

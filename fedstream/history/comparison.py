@@ -277,6 +277,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _usual(points: Sequence[Sequence[Measurement]], summaries: Sequence[Mapping[str, Any]]) -> str:
     """The metric to compare by default."""
+    mains = {numbers["main_metric"] for numbers in summaries} - {None}
+    if len(mains) == 1:
+        return str(mains.pop())
     declared = {name: end for numbers in summaries for name, end in numbers["goal"].items()}
     names = {name: None for run in points for one in run for name in one.metrics}
     return main_metric(names, declared) or next(iter(names), "accuracy")

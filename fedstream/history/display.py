@@ -17,7 +17,7 @@ from rich.text import Text
 from fedstream.core.records import Tally
 from fedstream.history.timeline import FIRST_S, History, is_stalled
 from fedstream.terminal import cell, console, cut, line, measure, number, spaced, two_columns
-from fedstream.trainer.goals import main_metric, unknown_goal
+from fedstream.trainer.goals import unknown_goal
 
 _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
@@ -175,7 +175,7 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Its best is unknown if it was never a finite number, or has no goal.
     """
-    name = main_metric(numbers["metrics"], numbers["goal"])
+    name = numbers["main_metric"]
     if name is None:
         return None
     value = numbers["metrics"][name]

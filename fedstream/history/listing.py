@@ -17,7 +17,6 @@ from fedstream.history.record import RunRecord
 from fedstream.journal import FOLDER
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.terminal import cell, clock, console, line, measure
-from fedstream.trainer.goals import main_metric
 
 _COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
 _RIGHT = ("versions", "updates", "accuracy", "best", "updates/s")
@@ -66,9 +65,14 @@ def _row(path: Path) -> dict[str, Any]:
         "simulated",
     )
     speed = None if numbers["simulated"] else numbers["updates_per_s"]
-    metric = main_metric(numbers["metrics"], numbers["goal"])
-    best = numbers["best"].get(metric, {}).get("value")
-    row |= {"metric": metric, "last": numbers["metrics"].get(metric), "best": best}
+    metric = numbers["main_metric"]
+    best = numbers["best"].get(metric, {})
+    row |= {
+        "metric": metric,
+        "last": numbers["metrics"].get(metric),
+        "best": best.get("value"),
+        "best_version": best.get("version"),
+    }
     return row | {name: numbers[name] for name in names} | {"updates_per_s": speed}
 
 
@@ -127,11 +131,9 @@ def _cells(row: dict[str, Any]) -> list[Text]:
 def _measured(row: dict[str, Any]) -> list[Text]:
     """The main metric's last value, with its name unless it is accuracy, and its best value."""
     name = "" if row["metric"] in (None, "accuracy") else f"{row['metric']} "
-    return [cell(name).append(_metric(row["last"])), _metric(row["best"])]
-
-
-def _metric(value: float | None) -> Text:
-    return cell("-" if value is None else measure(value))
+    last = "-" if row["last"] is None else measure(row["last"])
+    best = "-" if row["best"] is None else f"{measure(row['best'])} at {row['best_version']}"
+    return [cell(name + last), cell(best)]
 
 
 def _local(stamp: str) -> str:

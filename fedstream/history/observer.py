@@ -81,6 +81,7 @@ class Observer:
         """Refresh the view. Raises NoRun until the run exists."""
         self.view = await self.ledger.tally(inboxes=True)
         self.history.goal.update(self.view.run.goal)
+        self.history.stop_metric = self.view.run.stop_metric
         self._looked = time.monotonic()
         return self.view
 

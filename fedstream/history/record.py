@@ -21,7 +21,7 @@ from fedstream.runtime.plugins import allowing
 from fedstream.runtime.process import read_regular
 from fedstream.runtime.text import escaped
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.trainer.goals import goal_of, main_metric
+from fedstream.trainer.goals import goal_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -225,9 +225,7 @@ class RunRecord:
         """
         if not marks(self.journal):
             measured, goal = self.measurements, self.summary["goal"]
-            metric = (
-                main_metric((name for one in measured for name in one.metrics), goal) or "accuracy"
-            )
+            metric = self.summary["main_metric"] or "accuracy"
             points = [one for one in measured if metric in one.metrics]
             return pictures.overlaid(
                 [self.name], [points], metric, "virtual time", None, goal_of(metric, goal)
@@ -261,6 +259,7 @@ class RunRecord:
         columns, head = self.columns()
         history = History()
         history.goal.update(head.goal or {})
+        history.stop_metric = head.stop_metric
         fill(history, columns, self.measurements, self._texts_of(columns).tasks)
         return history
 

@@ -159,7 +159,8 @@ class RecordedRun:
     def metrics(self) -> tuple[str, ...]:
         """The metrics' names, the main one and loss first."""
         names = dict.fromkeys(name for one in self.measured for name in one.metrics)
-        first = [name for name in (main_metric(names, self._goal), "loss") if name in names]
+        main = main_metric(names, self._goal, self.models.head.stop_metric)
+        first = [name for name in (main, "loss") if name in names]
         return tuple(dict.fromkeys([*first, *names]))
 
     def goal_of(self, metric: str) -> Goal | None:

@@ -28,7 +28,7 @@ from fedstream.journal.chain import opened
 from fedstream.journal.errors import NotRecorded
 from fedstream.journal.inspection import model_at
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.trainer.goals import StopSettings, is_over_devices, main_metric
+from fedstream.trainer.goals import is_over_devices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -181,7 +181,10 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
 def measurements(history: History) -> dict[str, Any]:
     """The summary's measurements: of the newest measured version, and each metric's best."""
     version, metrics = history.measured or (None, {})
-    best = {name: one for name, one in history.best.items() if not is_over_devices(name)}
+    main = history.main
+    best = {
+        name: one for name, one in history.best.items() if name == main or not is_over_devices(name)
+    }
     accuracy = history.best.get("accuracy", (None, None))
     return {
         "accuracy": metrics.get("accuracy"),
@@ -191,6 +194,7 @@ def measurements(history: History) -> dict[str, Any]:
         "best_accuracy": accuracy[1],
         "best_accuracy_version": accuracy[0],
         "best": {name: {"version": at, "value": value} for name, (at, value) in best.items()},
+        "main_metric": main,
         "goal": history.goal,
         "never_finite": history.never_finite,
     }
@@ -352,15 +356,13 @@ def write_model(
     save_file(tensors, out / file, metadata=dict(about))
 
 
-def write_best(
-    out: Path, numbers: Mapping[str, Any], stop: StopSettings | None, module: nn.Module
-) -> bool:
+def write_best(out: Path, numbers: Mapping[str, Any], module: nn.Module) -> bool:
     """Write best.safetensors, the best version of the folder's run, made again from the journal.
 
-    ``numbers``: the summary. ``stop``: names the metric; None: the main metric decides. Returns
-    False if no version was best, or the folder has no journal, or one without weights.
+    ``numbers``: the summary, whose main metric decides. Returns False if no version was best, or
+    the folder has no journal, or one without weights.
     """
-    metric = stop.metric if stop else main_metric(numbers["metrics"], numbers["goal"])
+    metric = numbers["main_metric"]
     best = numbers["best"].get(metric)
     if metric is None or best is None or not (out / FOLDER).exists():
         return False

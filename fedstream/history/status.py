@@ -22,7 +22,7 @@ from fedstream.coordinator.app import status
 from fedstream.core.errors import ConfigError, FedstreamError, Unavailable
 from fedstream.core.messages import first_wrong
 from fedstream.history.display import failing_rows, outcomes, quarantined
-from fedstream.terminal import cell, clock, console, number, spaced, two_columns
+from fedstream.terminal import cell, clock, console, measure, number, spaced, two_columns
 
 _ANSWER_S = 15.0  # more than the 10 s that a coordinator waits for Redis
 _PASSING = (502, 503, 504)
@@ -43,6 +43,13 @@ class _Encoded(BaseModel):
     updates: int
     bytes: int
     smaller_by: float | None
+
+
+class _Best(BaseModel):
+    metric: str
+    value: float
+    version: int
+    kept: bool
 
 
 class _Answer(BaseModel):
@@ -72,6 +79,7 @@ class _Answer(BaseModel):
     queue: int
     buffered_now: int
     kept_versions: int
+    best: _Best | None = None  # absent if the coordinator is of an older release
     dead_letters: int
     # The next four are absent if the coordinator is of an older release.
     quarantined: list[int] = []
@@ -177,6 +185,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness", f"{about['mean_staleness']:.2f}, moving average"),
         ("tasks", outcomes(about["tasks"])),
     ]
+    if best := about.get("best"):
+        rows.insert(5, ("best", _best(best)))
     for what in ("refused", "given_up", "dead", "strays"):
         if about[what]:
             text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())
@@ -196,6 +206,12 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trainers", f"{about['trainers']} alive"),
     ]
     return rows
+
+
+def _best(best: Mapping[str, Any]) -> str:
+    """The main metric's best value, and its version."""
+    lost = "" if best["kept"] else ", its model is no longer in Redis"
+    return f"{best['metric']} {measure(best['value'])} at version {best['version']}{lost}"
 
 
 def _model(about: Mapping[str, Any]) -> str:

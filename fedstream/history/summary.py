@@ -19,7 +19,7 @@ from fedstream.history.timeline import History
 from fedstream.runtime.process import read_regular
 from fedstream.settings import run_toml
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices
+from fedstream.trainer.goals import Goals, best_of, goal_of, is_over_devices, main_metric
 
 if TYPE_CHECKING:
     from fedstream.history.table import Columns
@@ -63,6 +63,7 @@ class _Numbers(BaseModel):
     measured_version: int | None = None
     best_accuracy: float | None = None
     best_accuracy_version: int | None = None
+    main_metric: str | None = None
     goal: dict[str, Goal] = {}
     best: dict[str, _Best] = {}
     never_finite: list[str] = []
@@ -98,6 +99,8 @@ def from_file(path: Path) -> dict[str, Any]:
         }
     if not found.metrics and found.accuracy is not None:
         numbers["metrics"] = {"accuracy": found.accuracy}
+    if "main_metric" not in found.model_fields_set:
+        numbers["main_metric"] = main_metric(numbers["metrics"], found.goal)
     if found.updates is None:  # an older release's
         numbers["updates"] = found.tasks.get("applied", 0) + found.tasks.get("buffered", 0)
     numbers["simulated"] = found.simulated or found.virtual_seconds is not None

@@ -74,6 +74,7 @@ class History:
         self.evaluations: dict[int, dict[str, float]] = {}  # version -> metrics
         self.measured: tuple[int, dict[str, float]] | None = None  # the latest evaluation
         self.goal: dict[str, Goal] = {}  # of metrics, as the task declares them
+        self.stop_metric: str | None = None  # that may end the run
         self.best: dict[str, tuple[int, float]] = {}  # of those with a goal: (version, value)
         self.tried: int | None = None  # the version last measured, even if measuring failed
         self.unmeasured: Event | None = None  # the error, if measuring `tried` failed
@@ -169,7 +170,9 @@ class History:
     @property
     def main(self) -> str | None:
         """The metric to show where there is room for one; None if nothing was measured."""
-        return main_metric(self.measured[1], self.goal) if self.measured else None
+        if self.measured is None:
+            return None
+        return main_metric(self.measured[1], self.goal, self.stop_metric)
 
     @property
     def never_finite(self) -> list[str]:

@@ -75,6 +75,7 @@ class SegmentHead(Message):
     format: Name = "f32"  # format of published versions
     # Of metrics, as the task declares them; None: by a release that doesn't say, or none.
     goal: dict[Name, Goal] | None = None
+    stop_metric: Name | None = None  # that may end the run
 
 
 class Standing(Message):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 
+from fedstream.core.messages import Goal
 from fedstream.core.records import Tally
 from fedstream.history.display import short
 from fedstream.history.timeline import History, SeenVersion
@@ -25,6 +26,9 @@ class Drawn:
     devices: int
     versions: dict[int, SeenVersion]
     evaluations: dict[int, dict[str, float]]
+    measured: tuple[int, dict[str, float]] | None  # these tell the main metric
+    goal: dict[str, Goal]
+    stop_metric: str | None
 
     @classmethod
     def of(cls, settings: Settings, who_trains: str, view: Tally, history: History) -> Drawn:
@@ -39,6 +43,9 @@ class Drawn:
             view.run.devices,
             dict(history.versions),
             dict(history.evaluations),
+            history.measured,
+            dict(history.goal),
+            history.stop_metric,
         )
 
     def png(self) -> bytes:
@@ -47,6 +54,8 @@ class Drawn:
 
         shown, file = History(), BytesIO()
         shown.versions, shown.evaluations = self.versions, self.evaluations
+        shown.measured, shown.goal = self.measured, self.goal
+        shown.stop_metric = self.stop_metric
         pictures.draw(file, self.title, shown, created=self.created, devices=self.devices)
         return file.getvalue()
 

@@ -99,7 +99,7 @@ def write(
             "run": settings.run.name,
             "task": settings.task.name,
         } | as_given(view.head)
-        if report.write_best(out, numbers, settings.run.stop, subject.module):
+        if report.write_best(out, numbers, subject.module):
             yield report.BEST
         report.write_model(out, model, subject.module, about)
         yield report.MODEL

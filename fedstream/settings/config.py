@@ -61,6 +61,11 @@ class RunSettings(Section):
         None  # version 0: DIR@VERSION or FILE.safetensors; None: drawn from the seed
     )
 
+    @property
+    def stop_metric(self) -> str | None:
+        """The metric that may end the run."""
+        return self.stop.metric if self.stop else None
+
 
 class Settings(Section):
     """The whole configuration."""

@@ -161,6 +161,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         by_steps=rule.by_steps,
         start=start,
         goal=declared_goals(task),
+        stop_metric=settings.run.stop_metric,
     )
     return run, model
 
@@ -212,6 +213,7 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         name=name,
         create_run=lambda: create_run(settings),
         versions=settings.run.versions if "versions" in settings.run.model_fields_set else 0,
+        stop_metric=settings.run.stop_metric,
         parts=part_sources(settings),
         published_as=settings.wire.of_models,
         digests=settings.wire.digest,

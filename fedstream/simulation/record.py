@@ -79,6 +79,7 @@ class SimulationRecorder:
             time=time.time(),
             start=start,
             goal=dict(goal) or None,
+            stop_metric=settings.run.stop_metric,
             sources=sources_of(settings.rule),
             parts=part_sources(settings),
             format=settings.wire.of_models.name,

@@ -107,6 +107,7 @@ def simulate_into(
     """
     history, table = History(), report.Table(out, 0.0)
     history.goal.update(declared_goals(task))
+    history.stop_metric = settings.run.stop_metric
     told: set[str] = set()
     began = time.time()
     settings = settings.model_copy(
@@ -327,7 +328,7 @@ def _write(
                 devices=outcome.devices,
                 time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
             )
-        has_best = report.write_best(out, numbers, settings.run.stop, outcome.module)
+        has_best = report.write_best(out, numbers, outcome.module)
         report.write_model(out, outcome.model, outcome.module, about)
         if outcome.per_device:
             report.write_devices(out, outcome.per_device)

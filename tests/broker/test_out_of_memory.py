@@ -29,7 +29,7 @@ from fedstream.core.messages import (
     Trigger,
     Withdraw,
 )
-from fedstream.core.records import Commit, End
+from fedstream.core.records import Best, Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
 Step = Callable[[], Awaitable[Any]]
@@ -235,6 +235,18 @@ async def finish(hand: Hand) -> Step:
     return lambda: hand.ledger.finish("enough")
 
 
+async def pin(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.pin("0.1")
+
+
+async def tell_the_best(hand: Hand) -> Step:
+    await hand.create()
+    assert await hand.ledger.pin("0.1")
+    event = Event(what="evaluation", service="t", time=1.0, version=0)
+    return lambda: hand.ledger.tell(event, Best("accuracy", 0.5, 0, "digest", "0.1"), "max")
+
+
 async def tell(hand: Hand) -> Step:
     await hand.create()
     return lambda: hand.ledger.tell(Event(what="error", service="t", time=1.0))
@@ -290,7 +302,9 @@ SCENES = {
     "leave": leave,
     "settle_unserved": settle,
     "finish_run": finish,
+    "pin": pin,
     "tell": tell,
+    "tell, the best version": tell_the_best,
 }
 # Scripts that take no memory: they work when there is none, because they free it or only read.
 NEEDS_NONE = {

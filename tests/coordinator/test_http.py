@@ -25,7 +25,8 @@ from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Tensor
-from fedstream.core.messages import GiveUp
+from fedstream.core.messages import Event, GiveUp
+from fedstream.core.records import Best
 from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
 from fedstream.runtime.task_settings import LeaseSettings
@@ -226,6 +227,40 @@ async def test_latest_model_replaced_during_a_fetch_serves_the_next(
         assert (answer.status, answer.headers["X-Fedstream-Version"]) == (200, "1")
         await answer.read()
         await http.close()
+
+
+async def test_best_model_is_served_until_it_is_gone(http: Http, hand: Hand) -> None:
+    async def best() -> tuple[int, str]:
+        answer = await http.get("/v1/models/best")
+        text = (await answer.json())["error"] if answer.status != 200 else await answer.read()
+        return answer.status, answer.headers.get("X-Fedstream-Version", text)
+
+    async def status() -> Any:
+        return (await (await http.get(f"/v1/runs/{hand.keys.name}")).json())["best"]
+
+    await hand.create()
+    await hand.commit(1)
+    assert await best() == (
+        404,
+        "no version is the best yet: none was measured by a metric with a goal (Task.goal)",
+    )
+    assert await status() is None
+    [_, version] = await hand.published()
+    event = Event(what="evaluation", service="evaluator", time=1.0, version=1)
+    await hand.ledger.tell(event, Best("f1", 0.75, 1, version.digest, version.blob))
+    await hand.commit(2, retired=["1.1"])
+    assert await best() == (200, "1")
+    answer = await http.get("/v1/models/best")
+    assert load(await answer.read()).keys() == (await hand.model(version)).tensors().keys()
+    assert answer.headers["ETag"] == f'"{version.digest}"'
+    about = {"metric": "f1", "value": 0.75, "version": 1, "digest": version.digest}
+    assert await status() == about | {"kept": True}
+    await hand.ledger.retire(hand.updater.token, ["1.1"])
+    assert await best() == (
+        404,
+        "version 1, the best, is no longer in Redis: make it again with fedstream journal export",
+    )
+    assert await status() == about | {"kept": False}
 
 
 async def test_damaged_model_is_an_error(http: Http, hand: Hand) -> None:

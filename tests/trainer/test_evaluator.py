@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from torch import nn
+from torch.utils.data import Dataset
 
 from fedstream.broker.client import RedisSettings
 from fedstream.core.errors import ConfigError, LayoutMismatch
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings, PerDevice
-from fedstream.trainer.goals import StopSettings
+from fedstream.trainer.goals import Goals, StopSettings
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, awaits_news, context, running, wait_until
 from tests.trainer.adding import Adds, Point
@@ -50,11 +54,62 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
 
         await wait_until(finished)
     assert (await hand.ledger.run()).why == "accuracy 0.4000 at version 4"
+    best, head = await hand.ledger.best(), await hand.ledger.head()
+    assert best is not None
+    assert head is not None
+    assert (best.metric, best.value) == ("accuracy", pytest.approx(0.4))
+    assert (best.version, best.digest, best.blob) == (4, head.digest, head.blob)
     assert [event.metrics for event in await hand.events("evaluation")] == [
         {"accuracy": 0.0},
         {"accuracy": pytest.approx(0.2)},
         {"accuracy": pytest.approx(0.4)},
     ]
+
+
+@pytest.mark.parametrize(
+    ("found", "goal", "best"),
+    [
+        ([{"loss": 3.0}, {"loss": 1.0}, {"loss": 2.0}], {}, ("loss", 1.0, 1)),
+        ([{"bits": 3.0}, {"bits": 1.0}, {"bits": 2.0}], {"bits": "max"}, ("bits", 3.0, 0)),
+        ([{"bits": 3.0}, {"bits": 1.0}, {"bits": 2.0}], {}, None),
+        ([{"f1": math.nan}, {"f1": math.inf}, {"f1": 0.1}], {}, ("f1", 0.1, 2)),
+        ([{"f1": 0.3, "loss": 9.0}, {"f1": 0.2, "loss": 1.0}, {}], {}, ("f1", 0.3, 0)),
+    ],
+)
+async def test_best_version_follows_the_goal_of_the_main_metric(
+    hand: Hand,
+    redis: RedisSettings,
+    found: list[dict[str, float]],
+    goal: Goals,
+    best: tuple[str, float, int] | None,
+) -> None:
+    class Measured(Adds):
+        def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+            return found[round(next(model.parameters())[0].item())]
+
+    task = Measured()
+    task.goal = goal
+    hand.layout = layout_of(Point())
+    await hand.create()
+    evaluator = Evaluator(
+        EvaluatorSettings(every=1),
+        keys=hand.keys,
+        redis=redis,
+        name="evaluator",
+        load=lambda: task,
+        stop=None,
+    )
+    async with running(evaluator, context()):
+        for number in range(3):
+            if number:
+                await hand.commit(number, await hand.admitted())
+
+            async def measured(version: int = number) -> bool:
+                return version in [event.version for event in await hand.events("evaluation")]
+
+            await wait_until(measured)
+    kept = await hand.ledger.best()
+    assert (kept and (kept.metric, kept.value, kept.version)) == best
 
 
 async def test_patience_outlives_the_evaluator(

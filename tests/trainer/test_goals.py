@@ -52,6 +52,7 @@ from fedstream.trainer.task import Task, declared_goals
                 "r2",
                 "device_mean_accuracy",
                 "device_worst_tenth_auc",
+                "devices_accuracy",
             )
         ),
         *(
@@ -108,17 +109,35 @@ def test_the_main_metric_does_not_depend_on_the_order() -> None:
     for names in (["loss", "rmse", "device_mean_accuracy", "mae"], ["mae", "rmse", "loss"]):
         assert main_metric(names, {}) == "mae"
     assert main_metric(["f1", "loss", "accuracy"], {}) == "accuracy"
-    assert [main_metric(names, {}) for names in (["loss"], ["device_mean_f1"], [])] == [
-        "loss",
-        None,
-        None,
-    ]
+    assert [main_metric(names, {}) for names in (["loss"], [])] == ["loss", None]
 
 
 def test_the_main_metric_has_a_goal_if_any_has() -> None:
     assert main_metric(["bits", "rmse", "loss"], {}) == "rmse"
     assert main_metric(["bits", "rmse"], {"bits": "min"}) == "bits"
     assert main_metric(["bits", "loss"], {}) == "bits"
+
+
+@pytest.mark.parametrize(
+    ("measured", "main"),
+    [
+        (["device_worst_tenth_f1", "device_mean_accuracy", "devices_f1", "loss"], "loss"),
+        (["device_mean_accuracy", "devices_loss", "devices_f1"], "devices_f1"),
+        (["device_mean_loss", "device_mean_accuracy", "device_mean_auc"], "device_mean_accuracy"),
+        (["device_deviation_accuracy", "device_worst_tenth_accuracy"], None),
+    ],
+)
+def test_metrics_over_devices_are_the_main_one_only_without_central_ones(
+    measured: list[str], main: str | None
+) -> None:
+    assert main_metric(measured, {}) == main
+
+
+def test_the_metric_that_stops_the_run_is_the_main_one() -> None:
+    measured = ["accuracy", "loss", "device_worst_tenth_accuracy"]
+    for stop in ("loss", "device_worst_tenth_accuracy"):
+        assert main_metric(measured, {}, stop) == stop
+    assert main_metric(measured, {}, "rmse") == "accuracy"  # not measured
 
 
 def relapses(metric: str, *values: float, goal: Goals | None = None) -> int | None:

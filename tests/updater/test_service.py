@@ -17,7 +17,8 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.core.errors import BlobMissing, ConfigError
 from fedstream.core.layout import Model
-from fedstream.core.messages import Upload
+from fedstream.core.messages import Event, Upload
+from fedstream.core.records import Best
 from fedstream.journal import Taken
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from fedstream.strategies.staleness import Constant, Polynomial
@@ -233,6 +234,47 @@ async def test_newest_models_are_kept_by_count(
             await hand.model(oldest)
 
 
+async def test_best_and_measured_models_outlast_the_others(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Each until there is another one: then it goes with the next version, like any old model."""
+
+    async def measured(version: int, value: float) -> None:
+        """Of a version that is the newest meanwhile, as the evaluator reports it."""
+        made = (await hand.published())[version]
+        found = Best("accuracy", value, version, made.given or made.digest, made.blob)
+        assert await hand.ledger.pin(made.blob)
+        await hand.ledger.tell(evaluation(version), found, "max")
+
+    async def makes(*numbers: int) -> list[int]:
+        for number in numbers:
+            await hand.admitted(4.0)
+            await hand.reaches(number)
+        return list((await hand.ledger.kept()).values())
+
+    async with running(make(keep_versions=2), context()):
+        await hand.join()
+        assert await makes(1) == [0, 1]
+        await measured(1, 0.9)
+        assert await makes(2, 3, 4) == [1, 3, 4]
+        await measured(4, 0.8)
+        assert await hand.ledger.pin((await hand.published())[4].blob)
+        assert await makes(5, 6, 7) == [1, 4, 6, 7]
+        await hand.ledger.tell(evaluation(4))
+        assert await makes(8) == [1, 7, 8]
+        await measured(8, 0.95)
+        assert await makes(9, 10, 11) == [8, 10, 11]
+    async with running(make(keep_versions=2), context()):  # which knows it from Redis
+        assert await makes(12, 13) == [8, 12, 13]
+        await hand.model((await hand.published())[8])
+        names = await client.call("KEYS", keys.model("*"))
+        assert len(names) == 3
+
+
+def evaluation(version: int) -> Event:
+    return Event(what="evaluation", service="evaluator", time=1.0, version=version)
+
+
 @pytest.mark.parametrize(("models", "kept"), [(3.5, [1, 2, 3]), (2.5, [2, 3]), (0, [2, 3])])
 async def test_newest_models_are_kept_by_bytes_and_at_least_two(
     make: Any, hand: Hand, models: float, kept: list[int]
@@ -253,12 +295,18 @@ async def test_full_redis_drops_older_models_and_the_run_continues(
         for number in range(1, 4):
             await hand.admitted(4.0)
             await hand.reaches(number)
+        made = (await hand.published())[2]
+        found = Best("accuracy", 0.9, 2, made.digest, made.blob)
+        await hand.ledger.tell(evaluation(2), found)
         proxy.reading.clear()  # memory is to run out while an update waits
         await hand.admitted(4.0)
         async with full(client):
             proxy.reading.set()
             await wait_until(lambda: kept(hand, [3]))
             assert await hand.version() == 3
+            freed = await hand.ledger.best()
+            assert freed is not None
+            assert (freed.version, freed.blob) == (2, None)
             assert not updater.done()
         await hand.reaches(4)
         await hand.balanced()

@@ -22,7 +22,7 @@ from fedstream.history.table import RowArray, is_used_row
 from fedstream.history.ui.templating import rendered
 from fedstream.runtime.text import escaped
 from fedstream.terminal import measure, number, spaced
-from fedstream.trainer.goals import best_of, goal_of
+from fedstream.trainer.goals import best_of, goal_of, main_metric
 
 SHOWN = 50  # devices in the table
 _METRICS = 4  # in the headline
@@ -60,8 +60,7 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     """The run in numbers, as (name, value with its unit)."""
     tally = snapshot.tally
     found: list[tuple[str, str]] = []
-    names = list(dict.fromkeys(name for one in snapshot.measured for name in one.metrics))
-    for name in names[:_METRICS]:
+    for name in _metrics(snapshot)[:_METRICS]:
         points = [
             (one.metrics[name], one.version) for one in snapshot.measured if name in one.metrics
         ]
@@ -78,6 +77,14 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     if tally.failing:
         found.append(("failing and resting", failing(tally.failing_devices)))
     return found
+
+
+def _metrics(snapshot: Snapshot) -> list[str]:
+    """The measured metrics, the main one first."""
+    names = dict.fromkeys(name for one in snapshot.measured for name in one.metrics)
+    run = snapshot.tally.run
+    main = main_metric(names, run.goal, run.stop_metric)
+    return sorted(names, key=lambda name: name != main)
 
 
 def _at(value: float, version: int) -> str:
@@ -98,7 +105,7 @@ def curves_html(snapshot: Snapshot) -> str:
 def curves_of(snapshot: Snapshot) -> list[Chart]:
     """The charts of :func:`curves_html`."""
     measured = snapshot.measured
-    names = list(dict.fromkeys(name for one in measured for name in one.metrics))[:_DRAWN]
+    names = _metrics(snapshot)[:_DRAWN]
     times = np.maximum.accumulate([one.seconds for one in measured]).tolist() if measured else []
     seconds = dict(zip([one.version for one in measured], times, strict=True))
     found = []

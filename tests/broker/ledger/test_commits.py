@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.link import Started
 from fedstream.broker.streams import Look
-from fedstream.core.messages import Version
-from fedstream.core.records import Commit
+from fedstream.core.messages import Event, Goal, Version
+from fedstream.core.records import Best, Commit
 from tests.broker.ledger.steps import exists, expires
 from tests.support import Hand, model_of, snapshot
 
@@ -132,6 +133,38 @@ async def test_version_deleted_meanwhile_is_not_kept_when_repeated(
     assert await several(hand, 1, 2) == "done"
     assert 0 < await client.call("PTTL", keys.model(last.blob)) <= 60_000
     assert last.blob not in await hand.ledger.kept()
+
+
+async def test_best_version_has_the_first_of_the_best_values(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """A measurement of another metric begins anew; a version without its model can be the best."""
+    await hand.create()
+
+    async def told(version: int, value: float, goal: Goal = "max", metric: str = "f1") -> Any:
+        event = Event(what="evaluation", service="evaluator", time=1.0, version=version)
+        found = Best(metric, value, version, f"digest {version}", f"{version}.1")
+        await hand.ledger.tell(event, found, goal)
+        best = await hand.ledger.best()
+        assert (await hand.ledger.look()).best == best
+        return best and (best.metric, best.value, best.version, best.blob)
+
+    assert await hand.ledger.best() is None
+    assert await hand.ledger.pin("0.1")
+    assert not await hand.ledger.pin("1.1")
+    assert await hand.ledger.best() is None
+    assert await told(0, 0.5) == ("f1", 0.5, 0, "0.1")
+    assert await client.call("HGET", keys.best, "pinned") is None
+    await hand.commit(1)
+    for version, value in ((1, 0.5), (1, 0.4999), (1, -math.inf)):
+        assert await told(version, value) == ("f1", 0.5, 0, "0.1")
+    assert await told(1, 0.1 + 0.2 + 0.3) == ("f1", 0.1 + 0.2 + 0.3, 1, "1.1")
+    assert await told(0, 0.7, "min", "loss") == ("loss", 0.7, 0, "0.1")
+    assert await told(1, 0.7, "min", "loss") == ("loss", 0.7, 0, "0.1")
+    assert await told(1, -1e-30, "min", "loss") == ("loss", -1e-30, 1, "1.1")
+    assert await told(2, -1.0, "min", "loss") == ("loss", -1.0, 2, None)
+    assert len(await hand.events("evaluation")) == 9
+    assert await hand.ledger.given(2) == "digest 2", "though no version 2 was published"
 
 
 @pytest.mark.parametrize(("numbers", "says"), [((2, 3), "behind:0"), ((5, 6), "behind:0")])
