@@ -52,7 +52,10 @@ def sweep(
     repeats: Annotated[
         int, typer.Option(min=1, metavar="R", help="runs of each configuration")
     ] = 3,
-    metric: Annotated[str, typer.Option(metavar="NAME", help="what to compare")] = "accuracy",
+    metric: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="what to compare; default: the run's main metric"),
+    ] = None,
     goal: Annotated[
         Literal["max", "min"] | None,
         typer.Option(
@@ -110,7 +113,7 @@ def sweep(
         line(f"interrupted: the same command continues, in {request.out}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        verbatim(report.as_json(page.as_json(found, request.ranking)) + "\n")
+        verbatim(report.as_json(page.as_json(found)) + "\n")
     else:
         page.show(found, request)
     page.complain(found)

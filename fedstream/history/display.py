@@ -178,7 +178,7 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
     name = numbers["main_metric"]
     if name is None:
         return None
-    value = numbers["metrics"][name]
+    value = numbers["metrics"].get(name)
     text = "not a finite number" if value is None or not isfinite(value) else measure(value)
     if numbers["measured_version"] != numbers["versions"]:
         text += f" at version {numbers['measured_version']}"

@@ -113,7 +113,11 @@ def _run(
 
 def _outcome(run: Finished, ranking: Ranking) -> str:
     value = ranking.of(run)
-    return f"{run.state} ({run.why})" if value is None else f"{ranking.metric} {measure(value)}"
+    return (
+        f"{run.state} ({run.why})"
+        if value is None
+        else f"{ranking.metric_in(run)} {measure(value)}"
+    )
 
 
 def _write(
@@ -126,9 +130,10 @@ def _write(
 
     if not found:
         return
-    store.write(results.TABLE, as_csv(found, ranking.metric))
+    metric = found[0].metric
+    store.write(results.TABLE, as_csv(found, metric))
     many, runs = counted(len(found), "configuration"), sum(len(one.runs) for one in found)
-    title = f"{ranking.which.title()} {ranking.metric} of {many}, {counted(runs, 'run')}"
+    title = f"{ranking.which.title()} {metric} of {many}, {counted(runs, 'run')}"
     draw(store.folder / results.PICTURE, title, found, ranking)
     best = found[0]
     if best.mean is None:
@@ -136,7 +141,7 @@ def _write(
     text = next(one.text for one in wanted if one.name == best.configuration)
     spread = f" ± {measure(best.deviation)}" if best.deviation is not None else ""
     head = (
-        f"# The best of {many}: {ranking.which} {ranking.metric} "
+        f"# The best of {many}: {ranking.which} {metric} "
         f"{measure(best.mean)}{spread} over {counted(len(best.values), 'simulated run')}.\n"
     )
     store.write(results.BEST, head + text)
@@ -146,7 +151,9 @@ def show(found: Sequence[Ranked], request: SweepRequest) -> None:
     """Print the table and the files."""
     keys = list(dict.fromkeys(key for one in found for key in one.keys))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (*keys, request.ranking.metric, "deviation", "runs", "updates", "seconds"):
+    metric = found[0].metric if found else ""
+    names = (metric, "deviation", "best", "at version", "runs", "updates", "seconds")
+    for name in (*keys, *names):
         table.add_column(name, justify="left" if name in keys else "right")
     if any(one.reason for one in found[:_SHOWN]):
         table.add_column("reason")
@@ -156,10 +163,11 @@ def show(found: Sequence[Ranked], request: SweepRequest) -> None:
             *(cell(one.keys.get(key, "")) for key in keys),
             "failed" if one.mean is None else measure(one.mean),
             "" if one.deviation is None else measure(one.deviation),
+            *((measure(one.best[0]), f"{one.best[1]:.0f}") if one.best else ("", "")),
             f"{len(one.runs)}" + (f", {one.failed} failed" if one.failed else ""),
             "" if updates is None else f"{updates:.0f}",
             "" if seconds is None else f"{seconds:.1f}",
-            *([cell(one.reason)] if len(table.columns) > len(keys) + 5 else []),
+            *([cell(one.reason)] if len(table.columns) > len(keys) + len(names) else []),
         )
     console().print(table)
     if len(found) > _SHOWN:
@@ -185,15 +193,16 @@ def complain(found: Sequence[Ranked]) -> None:
         )
 
 
-def as_json(found: Sequence[Ranked], ranking: Ranking) -> list[dict[str, Any]]:
+def as_json(found: Sequence[Ranked]) -> list[dict[str, Any]]:
     """The table as plain data, for JSON."""
     return [
         {
             "keys": one.keys,
-            "metric": ranking.metric,
+            "metric": one.metric,
             "mean": one.mean,
             "deviation": one.deviation,
             "values": one.values,
+            "best": [{"value": value, "version": version} for value, version in one.bests],
             "runs": len(one.runs),
             "failed": one.failed,
             "reason": one.reason,

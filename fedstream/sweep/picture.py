@@ -39,7 +39,7 @@ def draw(path: Path, title: str, found: Sequence[Ranked], ranking: Ranking) -> N
         figure.suptitle(escaped(title), x=0.01, ha="left", fontsize=11, parse_math=False)
         _curves(grid[0], found, ranking)
         for axes, key in zip(grid[1:], keys, strict=False):
-            _over(axes, found, ranking, key)
+            _over(axes, found, key)
         for axes in grid[panels:]:
             axes.set_axis_off()
         figure.savefig(path, dpi=110)
@@ -49,14 +49,14 @@ def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
     """Draw the metric over updates, as the mean over the repeats."""
     shown = [line for line in found if line.values][:_MOST_CURVES]
     axes.set(
-        title=f"The best {len(shown)} of {len(found)}", xlabel="updates", ylabel=ranking.metric
+        title=f"The best {len(shown)} of {len(found)}", xlabel="updates", ylabel=found[0].metric
     )
     for n, line in enumerate(shown):
         runs = [run.curve for run in line.runs if ranking.of(run) is not None]
         points = min(len(curve["updates"]) for curve in runs)
         x = [fmean(float(curve["updates"][at] or 0) for curve in runs) for at in range(points)]
         values = np.array(
-            [[or_nan(value) for value in curve[ranking.metric][:points]] for curve in runs]
+            [[or_nan(value) for value in curve[line.metric][:points]] for curve in runs]
         )
         axes.plot(
             x,
@@ -71,7 +71,7 @@ def _curves(axes: Axes, found: Sequence[Ranked], ranking: Ranking) -> None:
             text.set_parse_math(False)
 
 
-def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> None:
+def _over(axes: Axes, found: Sequence[Ranked], key: str) -> None:
     """Draw every configuration's mean over one key, and the mean of those with the same value."""
     lines = [line for line in found if line.mean is not None and key in line.keys]
     values = list({repr(line.keys[key]): line.keys[key] for line in lines}.values())
@@ -83,7 +83,8 @@ def _over(axes: Axes, found: Sequence[Ranked], ranking: Ranking, key: str) -> No
         values.sort(key=str)
         places = {repr(value): float(n) for n, value in enumerate(values)}
         axes.set_xticks(range(len(values)), [escaped(value) for value in values])
-    axes.set(xlabel=key, ylabel=ranking.metric, title=f"{ranking.metric} over {key}")
+    metric = found[0].metric
+    axes.set(xlabel=key, ylabel=metric, title=f"{metric} over {key}")
     x = [places[repr(line.keys[key])] for line in lines]
     y = [line.mean or 0.0 for line in lines]
     axes.errorbar(

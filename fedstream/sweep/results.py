@@ -17,7 +17,7 @@ from fedstream.core.messages import Goal
 from fedstream.runtime.process import read_regular
 from fedstream.sweep.space import SweptKeys
 from fedstream.sweep.trials import Configuration, Finished, UnknownGoal, UnknownMetric
-from fedstream.trainer.goals import best_of, goal_of
+from fedstream.trainer.goals import best_of, goal_of, main_metric
 
 RUNS, TABLE, PICTURE, BEST = "runs.jsonl", "results.csv", "sweep.png", "best.toml"
 CONFIGURATIONS = "configurations"
@@ -29,32 +29,48 @@ Which: TypeAlias = Literal["last", "best"]
 class Ranking:
     """The criterion for ranking configurations."""
 
-    metric: str = "accuracy"
+    metric: str | None = None
+    """None: the runs' main metric"""
     goal: Goal | None = None
     """goal of the metric; None: declared by the task or well known"""
     which: Which = "last"
     """whether a run counts with its last measurement or its best, which fits the test data"""
 
+    def metric_in(self, run: Finished) -> str:
+        """The metric by which a run is compared."""
+        return self.metric or main_metric(run.metrics, run.goal, run.stop_metric) or "accuracy"
+
     def goal_in(self, run: Finished) -> Goal:
         """The metric's goal. Raises UnknownGoal."""
-        goal = self.goal or goal_of(self.metric, run.goal)
+        metric = self.metric_in(run)
+        goal = self.goal or goal_of(metric, run.goal)
         if goal is None:
-            raise UnknownGoal.of(self.metric)
+            raise UnknownGoal.of(metric)
         return goal
+
+    def best_in(self, run: Finished) -> tuple[float, int] | None:
+        """A finished run's best value and its version, the first of equals; None if not finite.
+
+        Raises UnknownGoal.
+        """
+        values = run.curve[self.metric_in(run)]
+        points = zip(values, run.curve["version"], strict=True)
+        known = ((value, int(at or 0)) for value, at in points if value is not None)
+        return best_of(known, self.goal_in(run))
 
     def of(self, run: Finished) -> float | None:
         """A run's value; None if it failed or has no finite value. Raises UnknownMetric."""
         if run.state == "raised":
             return None
-        if self.metric not in run.curve:
-            known = [name for name in run.curve if name not in ("version", "updates")]
-            raise UnknownMetric.among(self.metric, known)
-        values = run.curve[self.metric]
+        metric = self.metric_in(run)
+        if metric not in run.curve:
+            raise UnknownMetric.among(metric, run.metrics)
+        values = run.curve[metric]
         if run.state != "finished" or values[-1] is None:
             return None
         if self.which == "last":
             return values[-1]
-        found = best_of(((value, 0) for value in values if value is not None), self.goal_in(run))
+        found = self.best_in(run)
         return found[0] if found else None
 
 
@@ -65,8 +81,11 @@ class Ranked:
     configuration: str
     keys: SweptKeys
     runs: tuple[Finished, ...]
+    metric: str
     values: tuple[float, ...]
     """the metric of every run with a value"""
+    bests: tuple[tuple[float, int], ...]
+    """the best value of each of these runs, and its version"""
 
     @property
     def mean(self) -> float | None:
@@ -77,6 +96,13 @@ class Ranked:
     def deviation(self) -> float | None:
         """The metric's standard deviation (n - 1); None below two values."""
         return stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def best(self) -> tuple[float, float] | None:
+        """The means of the best values and of their versions; None without a value."""
+        if not self.bests:
+            return None
+        return fmean(value for value, _ in self.bests), fmean(at for _, at in self.bests)
 
     @property
     def failed(self) -> int:
@@ -120,8 +146,18 @@ def lines(
     found = []
     for one in configurations:
         if done := sorted(of.get(one.name, ()), key=lambda run: run.repeat):
-            values = tuple(value for run in done if (value := ranking.of(run)) is not None)
-            found.append(Ranked(one.name, one.keys, tuple(done), values))
+            valued = [(run, value) for run in done if (value := ranking.of(run)) is not None]
+            bests = (ranking.best_in(run) for run, _ in valued)
+            found.append(
+                Ranked(
+                    one.name,
+                    one.keys,
+                    tuple(done),
+                    ranking.metric_in(valued[0][0] if valued else done[0]),
+                    tuple(value for _, value in valued),
+                    tuple(best for best in bests if best is not None),
+                )
+            )
 
     def place(line: Ranked) -> tuple[bool, int, float]:
         mean = line.mean
@@ -199,6 +235,8 @@ def as_csv(found: Sequence[Ranked], metric: str) -> str:
             *keys,
             metric,
             "deviation",
+            "best",
+            "best_version",
             "runs",
             "failed",
             "updates",
@@ -215,6 +253,7 @@ def as_csv(found: Sequence[Ranked], metric: str) -> str:
                 *(line.keys.get(key, "") for key in keys),
                 _text(line.mean),
                 _text(line.deviation),
+                *map(_text, line.best or (None, None)),
                 len(line.runs),
                 line.failed,
                 *map(_text, line.means()),

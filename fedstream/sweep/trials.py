@@ -19,7 +19,7 @@ from fedstream.runtime.text import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
-from fedstream.trainer.goals import goal_of, is_over_devices, unknown_goal
+from fedstream.trainer.goals import goal_of, is_over_devices, main_metric, unknown_goal
 from fedstream.trainer.task import declared_goals
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Trial(NamedTuple):
     file: Path
     keys: SweptKeys
     repeat: int
-    metric: str
-    """the metric that the sweep compares"""
+    metric: str | None
+    """the metric that the sweep compares; None: the run's main metric"""
     goal: Goal | None = None
     """the metric's goal, if given by the command"""
 
@@ -97,6 +97,13 @@ class Finished:
     empty if the task raised"""
     goal: dict[str, Goal] = field(default_factory=dict)
     """goals of metrics, declared by the task"""
+    stop_metric: str | None = None
+    """the metric that may end the run"""
+
+    @property
+    def metrics(self) -> list[str]:
+        """The measured metrics."""
+        return [name for name in self.curve if name not in ("version", "updates")]
 
 
 def words(keys: Mapping[str, object]) -> str:
@@ -161,11 +168,15 @@ def run_trial(trial: Trial) -> Finished:
     from fedstream.simulation import simulate
 
     def heard(made: VersionMade, _model: object) -> None:
-        spread = is_over_devices(trial.metric)  # perhaps measured only at the last version
-        if made.metrics and not spread and trial.metric not in made.metrics:
-            raise UnknownMetric.among(trial.metric, list(made.metrics))
-        if made.metrics and trial.goal is None and goal_of(trial.metric, declared) is None:
-            raise UnknownGoal.of(trial.metric)
+        if not made.metrics:
+            return
+        stop = settings.run.stop_metric
+        metric = trial.metric or main_metric(made.metrics, declared, stop) or "accuracy"
+        spread = is_over_devices(metric)  # perhaps measured only at the last version
+        if not spread and metric not in made.metrics:
+            raise UnknownMetric.among(metric, list(made.metrics))
+        if trial.goal is None and goal_of(metric, declared) is None:
+            raise UnknownGoal.of(metric)
 
     declared: Mapping[str, Goal] = {}
     settings = load(Settings, path=trial.file, environ={})
@@ -209,6 +220,7 @@ def run_trial(trial: Trial) -> Finished:
         round(outcome.seconds, 2),
         curve(outcome.measured),
         dict(declared),
+        settings.run.stop_metric,
     )
 
 

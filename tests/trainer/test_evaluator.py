@@ -57,7 +57,8 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
     best, head = await hand.ledger.best(), await hand.ledger.head()
     assert best is not None
     assert head is not None
-    assert (best.metric, best.value) == ("accuracy", pytest.approx(0.4))
+    assert best.metric == "accuracy"
+    assert best.value == pytest.approx(0.4)
     assert (best.version, best.digest, best.blob) == (4, head.digest, head.blob)
     assert [event.metrics for event in await hand.events("evaluation")] == [
         {"accuracy": 0.0},

@@ -125,7 +125,7 @@ def test_accuracy_names_its_version() -> None:
         "state": "finished",
         "why": "version 9 reached",
         "measured_version": 9,
-        "goal": {},
+        "main_metric": "accuracy",
         "best": {"accuracy": {"version": 4, "value": 0.6}},
         "versions": 9,
         "versions_before": 0,
@@ -156,6 +156,7 @@ def test_accuracy_names_its_version() -> None:
         "device_worst_tenth_accuracy": 0.1,
         "device_deviation_accuracy": 0.25,
     }
+    numbers["main_metric"] = None
     assert dict(display.result_rows(numbers | {"metrics": served}))["devices"] == (
         "accuracy mean 0.4000, worst tenth 0.1000, deviation 0.2500"
     )
@@ -165,8 +166,8 @@ def test_accuracy_names_its_version() -> None:
         'set Task.goal = {"score": "min"} or "max"'
     )
     for value in (float("nan"), None):  # as it goes on, and from summary.json
-        never = {"metrics": {"mse": value}, "best": {}, "never_finite": ["mse"]}
-        rows = dict(display.result_rows(numbers | never))
+        never = {"metrics": {"mse": value}, "main_metric": "mse", "never_finite": ["mse"]}
+        rows = dict(display.result_rows(numbers | never | {"best": {}}))
         assert rows["mse"] == "not a finite number"
         assert rows["warning"] == "never a finite number: mse; see the task's metrics()"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,27 @@ def test_the_last_measurement_counts_unless_the_best_is_asked_for() -> None:
     assert lines([A, B], runs, Ranking(which="best", goal="min"), 1)[0].mean == 0.1
 
 
+def test_best_values_and_their_versions_are_told_whatever_counts() -> None:
+    runs = [run(A, 0, 0.5, 0.9, 0.9, 0.4), run(A, 1, 0.7, None, 0.3), run(A, 2, 0.1, None)]
+    (line,) = lines([A], runs, Ranking(), 3)
+    assert line.bests == ((0.9, 1), (0.7, 0))
+    assert line.best == ((0.9 + 0.7) / 2, 0.5)
+    assert lines([A], runs[2:], Ranking(), 3)[0].best is None
+
+
+def test_the_main_metric_counts_unless_another_is_asked_for() -> None:
+    def measured(of: Configuration, loss: float, **about: Any) -> Finished:
+        curve: dict[str, list[float | None]] = {"version": [0], "loss": [loss], "f1": [loss]}
+        return replace(run(of, 0), curve=curve, **about)
+
+    runs = [measured(A, 2.0), measured(B, 1.0)]
+    assert [line.metric for line in lines([A, B], runs, Ranking(), 1)] == ["f1", "f1"]
+    assert lines([A, B], runs, Ranking(), 1)[0].mean == 2.0
+    stopping = [replace(one, stop_metric="loss") for one in runs]
+    assert lines([A, B], stopping, Ranking(), 1)[0].mean == 1.0
+    assert lines([A, B], stopping, Ranking("f1"), 1)[0].mean == 2.0
+
+
 @pytest.mark.parametrize("lost", [run(A, 1, 0.99, None), run(A, 1, 0.99, state="failed")])
 def test_a_configuration_that_failed_once_is_no_better_than_one_that_never_did(
     lost: Finished,
@@ -71,7 +93,7 @@ def test_an_unknown_metric_names_the_ones_there_are() -> None:
 def test_the_goal_comes_from_the_task_and_is_asked_for_if_nobody_knows_it() -> None:
     def scored(of: Configuration, score: float, goal: Goal | None = None) -> Finished:
         goals: dict[str, Goal] = {"score": goal} if goal else {}
-        return replace(run(of, 0), curve={"score": [score]}, goal=goals)
+        return replace(run(of, 0), curve={"version": [0], "score": [score]}, goal=goals)
 
     low = [scored(A, 2.0, "min"), scored(B, 1.0, "min")]
     assert [one.mean for one in lines([A, B], low, Ranking("score"), 1)] == [1.0, 2.0]
@@ -86,9 +108,9 @@ def test_the_table_has_a_row_for_each_configuration() -> None:
     found = lines([A, B], [run(A, 0, 0.5), run(B, 0, 0.7), run(B, 1, None)], Ranking(), 2)
     rows = as_csv(found, "accuracy").splitlines()
     assert rows == [
-        "place,solver.lr,accuracy,deviation,runs,failed,updates,staleness,seconds,reason,configuration",
-        f"1,0.1,0.5,,1,0,4,1.5,2,,{A.name}",
-        f"2,0.2,0.7,,2,1,4,1.5,2,the metric is not finite,{B.name}",
+        "place,solver.lr,accuracy,deviation,best,best_version,runs,failed,updates,staleness,seconds,reason,configuration",
+        f"1,0.1,0.5,,0.5,0,1,0,4,1.5,2,,{A.name}",
+        f"2,0.2,0.7,,0.7,0,2,1,4,1.5,2,the metric is not finite,{B.name}",
     ]
 
 
