@@ -6,10 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 import fedstream
 from fedstream.coordinator.app import status
@@ -63,6 +65,17 @@ class Misfit(Line):
 
 class Undeclared(Line):
     name = "misfit"
+
+
+class Both(Line):
+    def metrics(self, model, data):
+        found = super().metrics(model, data)
+        return found | {"accuracy": 1 / (1 + found["rmse"])}
+
+
+class OnDevices(Line):
+    def test_data(self):
+        return None
 
 
 class Odd(Misfit):
@@ -138,11 +151,11 @@ def test_an_older_summary_gets_its_best_from_the_table(simulated: Path) -> None:
 def test_a_recording_carries_the_goal_in_its_journal(simulated: Path, command: Command) -> None:
     code, said, _ = command("list", simulated)
     assert code == 0
-    rows = {line.split()[0]: line.split()[6:9] for line in said.splitlines()}
+    rows = {line.split()[0]: " ".join(line.split()[6:-3]) for line in said.splitlines()}
     numbers = fedstream.open(simulated / "Misfit").summary
-    last, best = numbers["metrics"]["misfit"], numbers["best"]["misfit"]["value"]
-    assert rows["Misfit"] == ["misfit", f"{last:.4f}", f"{best:.4f}"]
-    assert rows["Undeclared"] == ["misfit", f"{last:.4f}", "-"]
+    last, best = numbers["metrics"]["misfit"], numbers["best"]["misfit"]
+    assert rows["Misfit"] == f"misfit {last:.4f} {best['value']:.4f} at {best['version']}"
+    assert rows["Undeclared"] == f"misfit {last:.4f} -"
     (simulated / "Misfit" / "summary.json").unlink()
     run = fedstream.open(simulated / "Misfit")
     assert run.summary["goal"] == {"misfit": "min"}
@@ -158,8 +171,46 @@ def test_a_recording_carries_the_goal_in_its_journal(simulated: Path, command: C
     assert first_bisection(again)["side"] == "above"
 
 
+@pytest.mark.parametrize(
+    ("task", "sets", "main"),
+    [
+        ("Both", (), "accuracy"),
+        ("Both", ("run.stop.metric=rmse", "run.stop.target=0"), "rmse"),
+        ("OnDevices", ("evaluator.per_device=always",), "device_mean_rmse"),
+    ],
+)
+def test_the_main_metric_is_the_same_one_everywhere(
+    command: Command, tasks: Path, tmp_path: Path, task: str, sets: Sequence[str], main: str
+) -> None:
+    """By summary and journal: the metric that may stop the run, or one of the devices alone."""
+    sets = (*sets, "simulation.threads=1", "simulation.evaluate_every=5", "solver.lr=0.05")
+    options = [option for one in sets for option in ("--set", one)]
+    folder, task = tmp_path / "run", f"{tasks}:{task}"
+    code, said, wrong = command(
+        "simulate", "--task", task, "--versions", "20", "--out", folder, *options
+    )
+    assert code == 0, wrong
+    best = fedstream.open(folder).summary["best"][main]
+    assert f"(best {best['value']:.4f} at version {best['version']})" in said
+    with safe_open(folder / "best.safetensors", "numpy") as file:
+        assert float(file.metadata()[main]) == best["value"]
+    for _ in ("with summary.json", "by the journal"):
+        run = fedstream.open(folder)
+        assert run.summary["main_metric"] == main
+        known = run.summary["best"][main]  # rounded in metrics.csv
+        assert known == {**best, "value": pytest.approx(best["value"], rel=1e-5)}
+        assert f"best {known['value']:.4f} at version {best['version']}" in repr(run)
+        assert fedstream.compare([run]).metric == main
+        assert RecordedRun(folder).metrics[0] == main
+        code, said, _ = command("list", tmp_path, "--json")
+        [row] = json.loads(said)
+        assert (row["metric"], row["best_version"]) == (main, best["version"])
+        assert row["best"] == known["value"]
+        (folder / "summary.json").unlink(missing_ok=True)
+
+
 def test_a_run_in_redis_carries_the_goal() -> None:
-    run = replace(view().run, goal={"misfit": "min"})
+    run = replace(view().run, goal={"misfit": "min"}, stop_metric="misfit")
     record = [one if isinstance(one, bytes) else one.encode() for one in run.record()]
     assert Run.parsed(tuple(record)) == run
     assert status("demo", replace(view(), run=run))["goal"] == {"misfit": "min"}
