@@ -186,7 +186,7 @@ def need(
         case _:
             wanted = devices  # a user's own: at most one task per device
     versions, most_bytes = keep
-    kept = min(versions, max(2, most_bytes // max(1, layout.nbytes)))
+    kept = min(versions, max(2, most_bytes // max(1, layout.nbytes))) + 1  # the best version
     return Need(layout.nbytes, min(wanted, devices), queue, kept + vectors(layout, devices))
 
 
