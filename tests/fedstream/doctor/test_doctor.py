@@ -423,7 +423,7 @@ def test_memory_a_run_needs() -> None:
     assert models(InFlight(n=100)) == (10, 17)  # a device trains one task at a time
     assert models(Poisson(n=5)) == (5, 17)
     assert models(Rounds(k=7), keep=(16, 20_000)) == (7, 6)
-    assert models(InFlight(), keep=(16, 1)) == (3, 3)  # the newest two are always kept, and the best
+    assert models(InFlight(), keep=(16, 1)) == (3, 3)  # always the newest two, and the best
     # x and c are 8,000 bytes, and the c_i of 10 devices as much as 5 models: they are there twice
     assert models(InFlight(), layout=layout.with_controls(), keep=(4, 1 << 30)) == (3, 15)
 
