@@ -82,6 +82,8 @@ class Observer:
         self.view = await self.ledger.tally(inboxes=True)
         self.history.goal.update(self.view.run.goal)
         self.history.stop_metric = self.view.run.stop_metric
+        if best := self.view.best:  # its event may be older than the stream
+            self.history.recall_best(best.version, best.metric, best.value)
         self._looked = time.monotonic()
         return self.view
 

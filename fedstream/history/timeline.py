@@ -153,11 +153,15 @@ class History:
         self._swings.add(metrics)
         for name, value in metrics.items():
             self._ever_finite[name] = self._ever_finite.get(name, False) or isfinite(value)
-            goal = goal_of(name, self.goal)
-            if goal is None or not isfinite(value):
-                continue
-            if name not in self.best or is_better(value, self.best[name][1], goal):
-                self.best[name] = version, value
+            self.recall_best(version, name, value)
+
+    def recall_best(self, version: int, name: str, value: float) -> None:
+        """Add a value that may be a metric's best, of a measurement that may be unknown."""
+        goal = goal_of(name, self.goal)
+        if goal is None or not isfinite(value):
+            return
+        if name not in self.best or is_better(value, self.best[name][1], goal):
+            self.best[name] = version, value
 
     def forget_measurements(self) -> None:
         """Discard all measurements: others take their place."""

@@ -65,6 +65,8 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
             (one.metrics[name], one.version) for one in snapshot.measured if name in one.metrics
         ]
         found.append((f"test {name.removeprefix('test_')}", _at(*points[-1])))
+        if (kept := tally.best) and kept.metric == name:  # perhaps of an older measurement
+            points.insert(0, (kept.value, kept.version))
         if best := best_of(points, goal_of(name, tally.run.goal)):
             found.append((f"best {name.removeprefix('test_')}", _at(*best)))
     found += [

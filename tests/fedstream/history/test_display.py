@@ -19,7 +19,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.app import status
 from fedstream.core.messages import Encoded
-from fedstream.core.records import Failing, Head
+from fedstream.core.records import Best, Failing, Head
 from fedstream.history import display, observer, top
 from fedstream.history import status as page
 from fedstream.history.observer import Observer
@@ -221,6 +221,16 @@ def test_top_and_status_name_devices_and_trainers_that_fail() -> None:
         assert "trainer trainer-1" not in shown
     older = {name: value for name, value in about.items() if name != "failing"}
     assert "failing" not in text_of(page.page(older | {"register": {}}))
+
+
+def test_status_names_the_best_version() -> None:
+    best = Best("f1", 0.75, 2, "digest", "2.1")
+    about = status("demo", view(best=best)) | {"register": {}}
+    assert "best       f1 0.7500 at version 2  " in text_of(page.page(about))
+    freed = status("demo", view(best=replace(best, blob=None))) | {"register": {}}
+    assert "f1 0.7500 at version 2, its model is no longer in Redis" in text_of(page.page(freed))
+    for unmeasured in (about | {"best": None}, {k: v for k, v in about.items() if k != "best"}):
+        assert "best" not in text_of(page.page(unmeasured))
 
 
 def test_top_shows_a_nan_accuracy(history: History) -> None:

@@ -10,6 +10,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.core.errors import NoRun
+from fedstream.core.records import Best
 from fedstream.history import report
 from fedstream.history.measurements import recall
 from fedstream.history.observer import Observer
@@ -221,6 +222,20 @@ async def test_the_first_measurement_is_judged_by_the_runs_goals(hand: Hand) -> 
     observer = Observer(hand.client, hand.keys)
     await observer.catch_up()
     assert observer.history.best == {"bits": (0, 3.0)}
+
+
+async def test_the_best_version_is_known_though_its_event_is_gone(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    for value in (0.9, 0.5):
+        told = event("evaluation", version=0, metrics={"accuracy": value})
+        await hand.ledger.tell(told, Best("accuracy", value, 0, "digest", "0.1"))
+        await client.call("XTRIM", keys.events, "MAXLEN", 1)
+    observer = Observer(client, keys)
+    await observer.catch_up()
+    assert observer.history.evaluations == {0: {"accuracy": 0.5}}
+    assert observer.history.best == {"accuracy": (0, 0.9)}
 
 
 async def test_observer_reads_past_and_new_events(client: Client, keys: Keys, hand: Hand) -> None:

@@ -9,7 +9,7 @@ from time import thread_time
 
 import pytest
 
-from fedstream.core.records import Failing
+from fedstream.core.records import Best, Failing
 from fedstream.history.live.panels import (
     PANELS,
     curves_of,
@@ -57,6 +57,19 @@ def test_the_best_of_a_metric_is_on_the_side_of_its_goal() -> None:
     assert "best bits" not in facts
     declared = dict(headline_facts(snapshot(measured=seen, run_goal={"bits": "max"})))
     assert declared["best bits"] == "3.0000 at 0"
+
+
+def test_the_headline_begins_with_the_main_metric_and_knows_its_best() -> None:
+    values = {"bits": 8.0, "loss": 3.0, "rmse": 2.0}
+    seen = (measurement(100, **values), measurement(105, **values))
+    best = Best("rmse", 1.0, 40, "digest", None)  # measured before all that is remembered
+    facts = headline_facts(snapshot(measured=seen, best=best))
+    assert facts[:2] == [("test rmse", "2.0000 at 105"), ("best rmse", "1.0000 at 40")]
+    stopping = snapshot(measured=seen, best=best, run_stop_metric="loss")
+    assert headline_facts(stopping)[:2] == [
+        ("test loss", "3.0000 at 105"),
+        ("best loss", "3.0000 at 100"),
+    ]
 
 
 def test_metrics_are_drawn_over_versions_and_over_time() -> None:
