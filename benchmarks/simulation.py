@@ -134,7 +134,7 @@ def compared(runs: int, threads: int) -> dict[str, dict[str, Any]]:
             500,
         ),
         "CNN, float32": (CNN, (), 2, 2),
-        "CNN, bfloat16": (CNN, ("simulation.precision=bfloat16",), 2, 2),
+        "CNN, bfloat16": (CNN, ("solver.precision=bf16",), 2, 2),
     }
     if not has_bfloat16("cpu"):  # emulated, it takes ten times as long
         del cases["CNN, bfloat16"]
@@ -191,7 +191,7 @@ def table_2(threads: int) -> dict[str, Any]:
 def accuracy(threads: int, versions: int) -> dict[str, float]:
     """Accuracy of FedAsync's CNN after ``versions`` versions, by precision."""
     found = {}
-    for precision in ("float32", "bfloat16") if has_bfloat16("cpu") else ("float32",):
+    for precision in ("float32", "bf16") if has_bfloat16("cpu") else ("float32",):
         settings = read(
             None,
             [
@@ -199,7 +199,7 @@ def accuracy(threads: int, versions: int) -> dict[str, float]:
                 "strategy.alpha=0.6",
                 f"run.versions={versions}",
                 f"simulation.threads={threads}",
-                f"simulation.precision={precision}",
+                f"solver.precision={precision}",
             ],
         )
         found[precision] = simulate(settings).last()

@@ -52,8 +52,6 @@ class SimulationSettings(Section):
     evaluate_every: Annotated[int, Field(ge=0)] = 10
     """in versions; the last one is always measured; 0: only the last"""
     device: Processor = "cpu"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: for layers while training (autocast, channels last); weights stay float32"""
     batched: bool = True
     """train in faster ways that are equal up to rounding: devices together, channels last"""
     threads: Annotated[int, Field(ge=1)] | None = None

@@ -15,7 +15,7 @@ from fedstream.runtime.plugins import about, words
 from fedstream.simulation import stacked
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
-from fedstream.trainer.descent import channels_last, lay_out
+from fedstream.trainer.descent import channels_last
 from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
@@ -75,9 +75,7 @@ class Training:
         self._data: dict[int, Dataset[Any]] = {}
         self._group: stacked.StackedTraining | None = None
         self._channels_last = False
-        if simulation.precision == "bfloat16":
-            lay_out(self.module, torch.channels_last)
-        elif simulation.batched and _faster_channels_last(task, self.module):
+        if simulation.batched and _faster_channels_last(task, self.module):
             self._channels_last = True
         elif (
             simulation.batched
@@ -161,7 +159,7 @@ class Training:
         vector.load(job.base, self.module)
         device = job.arrival.device
         with blamed(f"device {device} at version {job.version}"):
-            with self._precision(), self._layout():
+            with self._layout():
                 trained = self._task.train(self.module, self.data(device), work)
             vector.read(self.module, job.into)
             return self._as_sent(job, trained)
@@ -179,14 +177,6 @@ class Training:
     def _layout(self) -> AbstractContextManager[object]:
         """Memory layout of the module while it trains."""
         return channels_last(self.module) if self._channels_last else nullcontext()
-
-    def _precision(self) -> AbstractContextManager[object]:
-        """Precision in which layers compute while they train."""
-        simulation = self._settings.simulation
-        if simulation.precision == "float32":
-            return nullcontext()
-        # autocast's cache would keep the weights from before the first step.
-        return torch.autocast(simulation.device, torch.bfloat16, cache_enabled=False)
 
 
 def _faster_channels_last(task: Task, module: nn.Module) -> bool:

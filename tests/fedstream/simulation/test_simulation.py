@@ -339,7 +339,7 @@ def test_simulation_can_be_stopped() -> None:
 def test_lower_precision_costs_little() -> None:
     """bfloat16 trains from the weights as they are in every step, not as they were in the first."""
     exact = run("run.versions=60", "simulation.batched=false")
-    rough = run("run.versions=60", "simulation.precision=bfloat16")
+    rough = run("run.versions=60", "solver.precision=bf16")
     assert exact.model.digest() != rough.model.digest()
     assert abs(exact.last() - rough.last()) < 0.05
 
