@@ -55,7 +55,7 @@ class SimulationSettings(Section):
     batched: bool = True
     """train in faster ways that are equal up to rounding: devices together, channels last"""
     threads: Annotated[int, Field(ge=1)] | None = None
-    """of torch; None: torch's own default"""
+    """of torch; None: 1, but logistic regression uses as many as torch has by default"""
 
     @field_validator("staleness", mode="before")
     @classmethod

@@ -153,7 +153,7 @@ def simulate(
     from fedstream.settings.services import task_of
     from fedstream.simulation.training import use_of_torch
 
-    with use_of_torch(settings.simulation), ExitStack() as stack:
+    with use_of_torch(settings.simulation) as threads, ExitStack() as stack:
         run = _Simulation(
             settings,
             task or task_of(settings),
@@ -163,6 +163,7 @@ def simulate(
             on_version,
             on_error,
             cancelled,
+            threads,
         )
         stack.callback(run.close)
         return run.result()
@@ -262,6 +263,7 @@ class _Simulation:
         on_version: Callable[[VersionMade, Model], object] | None,
         on_error: Callable[[str], object],
         cancelled: Callable[[], bool],
+        threads: int,
     ) -> None:
         from fedstream.settings.dry_step import try_task
         from fedstream.settings.services import devices_of
@@ -283,7 +285,7 @@ class _Simulation:
             x_0, self._start = first_model(
                 task, settings.run.seed, settings.run.start, controls=self._strategy.controls
             )
-        self._training = Training(settings, task, self._strategy, self._devices, cancelled)
+        self._training = Training(settings, task, self._strategy, self._devices, cancelled, threads)
         self._measure = Measuring(settings, task, self._training, self._devices, tried.test_data)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest(settings.wire.digest) if journal else _NO_DIGEST

@@ -154,7 +154,9 @@ class StackedTraining:
         solver: SolverSettings,
         rows: StackedRows,
         cancelled: Callable[[], bool],
+        threads: int,
     ) -> None:
+        """``threads``: in which parts of a group may train side by side."""
         self._module = module
         self._solver = solver
         self._rows = rows
@@ -179,7 +181,7 @@ class StackedTraining:
         if _is_regression(task, module, rows):
             self._gradients, self.sizes = _OfRegressions(), (_REGRESSIONS,)
             if self._where.type == "cpu":
-                self._threads, self._in_parts = torch.get_num_threads(), True
+                self._threads, self._in_parts = threads, True
         self._pool = ThreadPoolExecutor(
             self._threads, initializer=torch.set_num_threads, initargs=(1,)
         )  # starts threads only when there is work

@@ -35,18 +35,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
+def use_of_torch(settings: SimulationSettings) -> Iterator[int]:
     """Configure torch by the settings inside the block.
 
-    Raises ConfigError if the settings ask for CUDA and there is none.
+    Gives the number of threads in which groups of devices may train side by side. Raises
+    ConfigError if the settings ask for CUDA and there is none.
     """
     check("simulation.device", settings.device)
     threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    # A small model's operations are too short for two threads, which wait for each other.
+    torch.set_num_threads(settings.threads or 1)
     torch.backends.cudnn.deterministic = True
     try:
-        yield
+        yield settings.threads or threads
     finally:
         torch.set_num_threads(threads)
         torch.backends.cudnn.deterministic = deterministic
@@ -62,7 +63,9 @@ class Training:
         strategy: Strategy,
         devices: int,
         cancelled: Callable[[], bool],
+        threads: int,
     ) -> None:
+        """``threads``: in which groups of devices may train side by side."""
         simulation = settings.simulation
         with blamed("model()"), torch.random.fork_rng(devices=[]):
             self.module = untrained(task).to(simulation.device)
@@ -89,7 +92,7 @@ class Training:
                 rows = stacked.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = stacked.StackedTraining(
-                    task, self.module, settings.solver, rows, cancelled
+                    task, self.module, settings.solver, rows, cancelled, threads
                 )
 
     @property
