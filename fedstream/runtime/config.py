@@ -436,16 +436,42 @@ class _Wrong:
             case "missing":
                 return "required, but not given"
             case "union_tag_not_found":
-                return f"required, but not given; one of {', '.join(sorted(kinds))}"
+                return self._untagged(kinds)
             case "union_tag_invalid":
                 return f"must be one of {', '.join(sorted(kinds))}"
             case "model_type" | "dict_type":
-                return "must be a table"
+                return "must be a table" + self._as_table()
+            case "bool_type":
+                return "must be true or false"
+            case "tuple_type" | "list_type":
+                return "must be a list"
             case "too_short" if SecretStr in self.types:  # would name its items
                 return f"must have at least {self.details['ctx']['min_length']} characters"
             case _:
                 text = re.sub(r"^(Value error|Assertion failed), ", "", self.details["msg"])
                 return re.sub(r"^[A-Z]\w* should ", "must ", text)
+
+    def _untagged(self, kinds: Iterable[str]) -> str:
+        """A table without its kind has keys that the default kind lacks, or there is no default."""
+        table = _find(self.tree, self.key[:-1])
+        given = table if isinstance(table, dict) else {}
+        models = [one for one in _resolved(self.types) if _is_model(one)]
+        for key in given:
+            having = [one for one in models if key in one.model_fields]
+            if 0 < len(having) < len(models):
+                with_key = {label for one in having for label in _labels(one)[1:]}
+                needs = _dotted([*self.at, *self.key[:-1], key])
+                return f"required with {needs}; one of {', '.join(sorted(with_key))}"
+        return f"required, but not given; one of {', '.join(sorted(kinds))}"
+
+    def _as_table(self) -> str:
+        """The hint for a kind's name in place of its table."""
+        name = self.details["input"]
+        if not _has_alternatives(self.types) or not isinstance(name, str):
+            return ""
+        models = [one for one in _resolved(self.types) if _is_model(one)]
+        tag = next(tag for tag in _TAGS if all(tag in one.model_fields for one in models))
+        return f", as in {_dotted([*self.at, *self.key, tag])} = {to_json(name).decode()}"
 
     def _unknown(self) -> str:
         *table, key = self.key
