@@ -278,8 +278,11 @@ def _import(source: str, what: str) -> ModuleType:
                 f"{what} {source!r}: the name {name!r} belongs to another module: rename the file"
             )
         return importlib.import_module(name)
-    except FedstreamError:
+    except NotTrusted:
         raise
+    except FedstreamError as error:  # of a function of ours that the program called
+        place = _place(error)
+        raise ConfigError(f"{what} {source!r}: {error}{place}" if place else str(error)) from error
     except (Exception, SystemExit) as error:  # a program may end where it lacks something
         raise ConfigError(f"{what} {source!r}: importing it raised {words(error)}") from error
 
@@ -289,13 +292,18 @@ def words(error: BaseException) -> str:
     error = innermost(error)
     if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
         return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
+    return f"{_in_one_line(error)}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """The last place in an exception's traceback that is not ours; '' if there is none."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith(("<frozen ", _IMPORTLIB, _OURS)):
             place = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{_in_one_line(error)}{place}"
+    return place
 
 
 def place_of(error: BaseException) -> str:

@@ -38,7 +38,7 @@ from fedstream.trainer.data import (
     size_of,
 )
 from fedstream.trainer.evaluator import has_device_tests, spread
-from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.goals import Stopping, is_over_devices
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
 from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
@@ -161,7 +161,7 @@ def try_measuring(
     """The metrics of an untrained model on a few rows of the test data and of a device's own.
 
     Empty if there are none, or the task is not tried. Raises TaskError; ConfigError if the metric
-    of ``run.stop`` is not among them.
+    of ``run.stop`` is not among them, or has no goal.
     """
     found: dict[str, float] = {}
     own: dict[str, float] = {}
@@ -183,6 +183,7 @@ def try_measuring(
     if stop := settings.run.stop:
         known = [*found, *spread({0: own}, task.goal)]
         _check_stop(stop.metric, known, data=data is not None, own=bool(own))
+        Stopping(stop, task.goal)  # raises for a metric without a goal
     return found
 
 

@@ -191,6 +191,26 @@ class NotFinite(Sound):
         return {"auc": float("nan"), "loss": float("inf")}
 
 
+class OwnScore(Sound):
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return {"score": 0.5}
+
+
+class NumberAsMetrics(Sound):
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return 0.5  # type: ignore[return-value]
+
+
+class LossOfEach(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class NumberAsLoss(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().loss(model, batch).item()  # type: ignore[return-value]
+
+
 class OneTooMany(Sound):
     """Its partition is wrong by one."""
 
@@ -233,6 +253,9 @@ WRONG = [
     (OneRow, "device 0: ValueError: Expected more than 1 value per channel when training"),
     (AllDamaged, "device 0: OSError: image file is truncated at .*: correct the task"),
     (DamagedTest, "test data: OSError: image file is truncated"),
+    (NumberAsMetrics, r"metrics\(\) returned float: it must return a dict from names to numbers"),
+    (LossOfEach, r"device 0: loss\(\) returned a tensor of shape \(20,\): it must return a scalar"),
+    (NumberAsLoss, r"device 0: loss\(\) returned float: it must return a scalar tensor"),
     (OwnRaises, "device 0: ValueError: no such layer at .*test_dry_step.py"),
 ]
 
@@ -260,6 +283,7 @@ def test_task_that_works_is_let_through(task: type[Task], monkeypatch: pytest.Mo
     [
         (Sound, "acuracy", "'acuracy': the task measures accuracy, loss; did you mean 'accuracy'?"),
         (Sound, "f1", "'f1': the task measures accuracy, loss"),
+        (OwnScore, "scor", "'scor': the task measures score; did you mean 'score'?"),
         (NoTestData, "accuracy", "'accuracy': nothing is measured, as the task has no test data:"),
     ],
 )
@@ -284,6 +308,12 @@ def test_a_metric_over_devices_is_one_that_the_devices_measure() -> None:
         try_task(of(OnDevices, *keys, f"{stop}los"), AllReadable(), 5, simulated=False)
     with pytest.raises(TaskError, match="test data of device 4: OSError"):
         try_task(of(OnDevices, *keys), OnDevices(), 5, simulated=False)
+
+
+def test_a_stop_metric_needs_a_goal() -> None:
+    settings = of(OwnScore, "run.stop.metric=score", "run.stop.patience=3")
+    with pytest.raises(ConfigError, match=r"high score is good is unknown: set Task.goal = "):
+        try_task(settings, OwnScore(), 5, simulated=False)
 
 
 def test_metrics_that_are_not_finite_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
