@@ -296,6 +296,7 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
     return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
 
 
+_MOST_PLACES = 3  # of a key that is unknown where it stands, to suggest
 _MOST_WRONG = 20  # wrong keys in an error, as each needs a look-up
 
 # Validation, by way of JSON: from JSON, pydantic's strict mode accepts a list for a tuple and a
@@ -338,6 +339,7 @@ class _Wrong:
     def __init__(
         self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails, at: Sequence[str]
     ) -> None:
+        self.schema = schema
         self.details = details
         self.tree = tree
         self.at = at
@@ -477,6 +479,9 @@ class _Wrong:
         *table, key = self.key
         allowed = [name for one in self.holder if _is_model(one) for name in one.model_fields]
         hint = did_you_mean(str(key), allowed, lambda near: _dotted([*self.at, *table, near]))
+        elsewhere = sorted({_dotted([*self.at, *at]) for at in _places([self.schema], str(key))})
+        if not hint and 0 < len(elsewhere) <= _MOST_PLACES:
+            hint = f"; did you mean {' or '.join(elsewhere)}?"
         return f"unknown key{hint or '; allowed here: ' + ', '.join(allowed)}"
 
 
@@ -561,6 +566,15 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
             place = min(key, len(arguments) - 1) if isinstance(key, int) else -1
             found += _alternatives(arguments[place])
     return found
+
+
+def _places(types: Iterable[object], name: str) -> Iterator[tuple[str, ...]]:
+    """The keys of this name in tables of these types and in the tables inside them."""
+    for one in filter(_is_model, _resolved(types)):
+        for key, field in one.model_fields.items():
+            if key == name:
+                yield (key,)
+            yield from ((key, *inner) for inner in _places(_types_of(field), name))
 
 
 def _labels(one: object) -> list[str]:

@@ -225,6 +225,12 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         (("run.tags=a",), 'run.tags = "a" (from --set): must be a list'),
         (("strategy=3",), "strategy = 3 (from --set): must be a table"),
         (("run=3",), "run = 3 (from --set): must be a table"),
+        (("seed=3",), "seed = 3 (from --set): unknown key; did you mean run.seed?"),
+        (("run.k=3",), "run.k = 3 (from --set): unknown key; did you mean strategy.k?"),
+        (
+            ("size.x=1",),
+            "size (from --set): unknown key; did you mean policy.size?",
+        ),
         (("runn.seed=3",), "runn (from --set): unknown key; did you mean run?"),
         (
             ("polici=3",),
