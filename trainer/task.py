@@ -86,7 +86,8 @@ class Task(ABC):
         """The data of one device, from 0 to ``devices`` - 1: the same at every call.
 
         Map-style, of at least one item; by default of items ``(x, y)``, x as the model takes it
-        without the batch's dimension. An ``IterableDataset`` is trained by numbers of steps; when it ends, it begins again.
+        without the batch's dimension. An ``IterableDataset`` is trained by numbers of steps; when
+        it ends, it begins again.
         """
 
     def test_data(self) -> Dataset[Any] | None:

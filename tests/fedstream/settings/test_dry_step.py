@@ -281,7 +281,7 @@ def test_task_that_works_is_let_through(task: type[Task], monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("task", "metric", "said"),
     [
-        (Sound, "acuracy", "'acuracy': the task measures accuracy, loss; did you mean 'accuracy'?"),
+        (Sound, "accurac", "'accurac': the task measures accuracy, loss; did you mean 'accuracy'?"),
         (Sound, "f1", "'f1': the task measures accuracy, loss"),
         (OwnScore, "scor", "'scor': the task measures score; did you mean 'score'?"),
         (NoTestData, "accuracy", "'accuracy': nothing is measured, as the task has no test data:"),
