@@ -231,7 +231,7 @@ class _Descent:
         for _ in range(accumulate):
             batch = self._batches.next()
             with self._autocast:
-                loss = self._task.loss(self._model, batch)
+                loss = _scalar(self._task.loss(self._model, batch))
             torch.autograd.backward(loss if accumulate == 1 else loss / accumulate)
             self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each time
         if self._solver.clip_norm is not None:
@@ -383,6 +383,16 @@ class _Descent:
             f"solver.kind = {self._solver.kind!r}: direction() must return a list with one tensor "
             f"for each trained parameter, of the same shape; it returned {got}"
         )
+
+
+def _scalar(loss: object) -> torch.Tensor:
+    """The loss of a minibatch. Raises DataError if it is not a tensor of one number."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    got = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        got = f"a tensor of shape {tuple(loss.shape)}"
+    raise DataError(f"loss() returned {got}: it must return a scalar tensor, such as a mean")
 
 
 def _checked(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

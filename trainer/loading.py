@@ -97,6 +97,10 @@ def load_task(
     program, _, _ = spec.rpartition(":")
     if not program:
         if spec not in BUILT_IN:
+            if spec.endswith(".py"):
+                raise ConfigError(
+                    f"task {spec!r} is a file: also name the task in it, as in {spec}:task"
+                )
             raise ConfigError(
                 f"unknown task {spec!r}" + (did_you_mean(spec, BUILT_IN) or _choices(BUILT_IN))
             )

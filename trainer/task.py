@@ -42,9 +42,20 @@ class NoLabels(DataError):
 class Task(ABC):
     """A model, the devices' data, and optionally test data, loss, metrics and local training.
 
+    Define :meth:`model` and :meth:`device_data`, and usually :attr:`devices` and
+    :meth:`test_data`. Everything else has a default. Override, to change
+
+    - the loss: :meth:`loss`
+    - what is measured: :meth:`metrics` with its :attr:`goal`, :meth:`device_test_data`
+    - the batches: :meth:`collate`, :meth:`sampler`
+    - the optimizer: :meth:`optimizers`; the solver of one device: :meth:`solver_of`
+    - the whole of local training: :meth:`train`, which may call :meth:`descend`
+    - the number of devices that a run may have: :attr:`run_devices`, :meth:`joined`
+
     The defaults suit classification: items are ``(x, y)``, the model returns scores of shape
-    (batch, classes), and y holds class numbers. Sequences work too, with scores of shape
-    (batch, classes, T) and y of shape (batch, T). Labels of -100 don't count.
+    (batch, classes), and y holds class numbers, of shape (batch,) and type int64. Sequences work
+    too, with scores of shape (batch, classes, T) and y of shape (batch, T). Labels of -100 don't
+    count.
     """
 
     devices: int | None = None
@@ -72,9 +83,11 @@ class Task(ABC):
 
     @abstractmethod
     def device_data(self, device: int) -> Dataset[Any]:
-        """The data of one device: the same at every call.
+        """The data of one device, from 0 to ``devices`` - 1: the same at every call.
 
-        An ``IterableDataset`` is trained by numbers of steps; when it ends, it begins again.
+        Map-style, of at least one item; by default of items ``(x, y)``, x as the model takes it
+        without the batch's dimension. An ``IterableDataset`` is trained by numbers of steps; when
+        it ends, it begins again.
         """
 
     def test_data(self) -> Dataset[Any] | None:
@@ -104,7 +117,10 @@ class Task(ABC):
             ) from error
 
     def gather(self, data: Dataset[Any], rows: Tensor) -> Any:
-        """The batch of these rows, as :meth:`collate` makes it."""
+        """The batch of these rows, int64 of shape (batch,), as :meth:`collate` makes it.
+
+        Call it in ``metrics``, to get all rows of a data set as one batch.
+        """
         from torch.utils.data import TensorDataset
 
         # A subclass of TensorDataset may override __getitem__.
@@ -114,16 +130,18 @@ class Task(ABC):
         return self.collate([data[row] for row in rows.tolist()])
 
     def sampler(self, data: Dataset[Any], generator: Generator) -> Iterable[int] | None:
-        """The rows of one pass over a device's data, in order; None: all of them, shuffled.
+        """The rows of one pass over a device's data, in order, from 0 to ``len(data)`` - 1.
+
+        None, the default: all of them, shuffled.
 
         For instance a ``WeightedRandomSampler``. All randomness must come from ``generator``.
         """
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The scalar to minimise on one collated batch; by default the mean cross entropy.
+        """The loss to minimise on one collated batch, a tensor of shape ().
 
-        The default is 0 for a batch without counted labels.
+        By default the mean cross entropy over the counted labels; 0 if no label counts.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -190,11 +208,15 @@ class Task(ABC):
         return [solver.optimizer(solver.parameter_groups(model))]
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` in place on one device's data; by default with the solver."""
+        """Train ``model`` in place on one device's data; by default with the solver.
+
+        ``work`` has the length, the seed and the solver. Returns the steps taken and the number of
+        samples.
+        """
         return work.solver.train(self, model, data, work)
 
     def descend(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` by the solver's steps, the default of :meth:`Solver.train`."""
+        """Train ``model`` by the solver's steps: to call in ``train``, not to override."""
         from fedstream.trainer.descent import solve
 
         return solve(self, model, data, work)
@@ -338,9 +360,14 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
     finally:
         for part, mode in modes:
             part.training = mode
+    if not hasattr(found, "items"):
+        raise DataError(
+            f"metrics() returned {type(found).__name__}: it must return a dict from names to "
+            'numbers, such as {"accuracy": 0.9}'
+        )
     try:
-        return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError) as error:
+        return {str(name): float(value) for name, value in found.items()}
+    except (TypeError, ValueError) as error:
         raise DataError(f"metrics() did not return a dict of names and numbers: {error}") from error
 
 

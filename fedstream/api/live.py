@@ -25,7 +25,7 @@ from fedstream.api.parameters import (
 )
 from fedstream.api.progress import ProgressDisplay, on_interrupt, progress_display
 from fedstream.api.references import TaskLike, label, name_for_others, task_and_table
-from fedstream.api.run_folder import Interrupted, RunFailed
+from fedstream.api.run_folder import Interrupted, RunFailed, without_our_frames
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord
@@ -50,6 +50,7 @@ _OTHERS = (
 _TAIL = 4096  # characters kept of a failed process's output
 
 
+@without_our_frames
 def run(
     task: TaskLike | ConfigTable | None = None,
     *,

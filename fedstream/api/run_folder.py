@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from fedstream.core.errors import FedstreamError
 from fedstream.history import report
 from fedstream.history.record import RunRecord
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MODE = 0o700  # updates and models reveal something about people's data
 
@@ -43,6 +48,19 @@ def _new(name: str) -> Path:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=_MODE)
             return folder
+
+
+def without_our_frames(function: Callable[P, T]) -> Callable[P, T]:
+    """Leave fedstream's frames out of its own errors, whose messages and notes say everything."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except FedstreamError as error:
+            raise error.with_traceback(None) from None
+
+    return wrapped
 
 
 class Interrupted(KeyboardInterrupt):

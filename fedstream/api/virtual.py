@@ -11,7 +11,7 @@ from fedstream.api import run_folder
 from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
 from fedstream.api.progress import on_interrupt, progress_display
 from fedstream.api.references import TaskLike, label, local_name, task_and_table
-from fedstream.api.run_folder import Interrupted, RunFailed
+from fedstream.api.run_folder import Interrupted, RunFailed, without_our_frames
 from fedstream.history.display import short
 from fedstream.history.record import RunRecord
 from fedstream.settings.config import read
@@ -35,6 +35,7 @@ _OTHERS = (
 )
 
 
+@without_our_frames
 def simulate(
     task: TaskLike | ConfigTable | None = None,
     *,

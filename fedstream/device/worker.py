@@ -11,7 +11,6 @@ import math
 import random
 import re
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from fedstream.device.uploads import UpdateUpload
 from fedstream.protocol.messages import CheckIn, Surrender, UpdateReport
 from fedstream.protocol.signatures import new_nonce
 from fedstream.runtime.backoff import Backoff
+from fedstream.runtime.plugins import place_of, users_traceback
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.solvers import Cancelled
 from fedstream.trainer.workspace import Start
@@ -279,15 +279,14 @@ class DeviceWorker:
                 raise Cancelled
 
     async def _raised(self, offer: Offer, error: Exception) -> None:
-        """Give up a task that raised, with a traceback the first time."""
+        """Give up a task that raised, with the user's traceback the first time."""
         said = reasons.raised(error)
         await self._give_up(offer, said if _RAISED.fullmatch(said) else "raised Exception")
         if isinstance(error, FedstreamError) and not isinstance(error, BlobDamaged):
             raise error  # it would recur
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
-        if where not in self._seen:
-            self._say("".join(traceback.format_exception(error)).rstrip())
+        where = place_of(error)
+        if where not in self._seen and (trace := users_traceback(error)):
+            self._say(trace)
         self._seen.add(where)
         self._raised_in_a_row += 1
         if self._raised_in_a_row >= (1 if self._once else _MOST_RAISED):

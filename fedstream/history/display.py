@@ -190,7 +190,11 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
 def never_finite(numbers: Mapping[str, Any]) -> str:
     """The metrics that never were a finite number, in words; '' if all were."""
     never = ", ".join(numbers["never_finite"])
-    return f"never a finite number: {never}; see the task's metrics()" if never else ""
+    return (
+        f"never a finite number: {never}; look for NaN in the test data and in metrics()"
+        if never
+        else ""
+    )
 
 
 def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:

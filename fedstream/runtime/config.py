@@ -296,6 +296,7 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
     return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
 
 
+_MOST_PLACES = 3  # of a key that is unknown where it stands, to suggest
 _MOST_WRONG = 20  # wrong keys in an error, as each needs a look-up
 
 # Validation, by way of JSON: from JSON, pydantic's strict mode accepts a list for a tuple and a
@@ -338,6 +339,7 @@ class _Wrong:
     def __init__(
         self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails, at: Sequence[str]
     ) -> None:
+        self.schema = schema
         self.details = details
         self.tree = tree
         self.at = at
@@ -436,21 +438,50 @@ class _Wrong:
             case "missing":
                 return "required, but not given"
             case "union_tag_not_found":
-                return f"required, but not given; one of {', '.join(sorted(kinds))}"
+                return self._untagged(kinds)
             case "union_tag_invalid":
                 return f"must be one of {', '.join(sorted(kinds))}"
             case "model_type" | "dict_type":
-                return "must be a table"
+                return "must be a table" + self._as_table()
+            case "bool_type":
+                return "must be true or false"
+            case "tuple_type" | "list_type":
+                return "must be a list"
             case "too_short" if SecretStr in self.types:  # would name its items
                 return f"must have at least {self.details['ctx']['min_length']} characters"
             case _:
                 text = re.sub(r"^(Value error|Assertion failed), ", "", self.details["msg"])
                 return re.sub(r"^[A-Z]\w* should ", "must ", text)
 
+    def _untagged(self, kinds: Iterable[str]) -> str:
+        """A table without its kind has keys that the default kind lacks, or there is no default."""
+        table = _find(self.tree, self.key[:-1])
+        given = table if isinstance(table, dict) else {}
+        models = [one for one in _resolved(self.types) if _is_model(one)]
+        for key in given:
+            having = [one for one in models if key in one.model_fields]
+            if 0 < len(having) < len(models):
+                with_key = {label for one in having for label in _labels(one)[1:]}
+                needs = _dotted([*self.at, *self.key[:-1], key])
+                return f"required with {needs}; one of {', '.join(sorted(with_key))}"
+        return f"required, but not given; one of {', '.join(sorted(kinds))}"
+
+    def _as_table(self) -> str:
+        """The hint for a kind's name in place of its table."""
+        name = self.details["input"]
+        if not _has_alternatives(self.types) or not isinstance(name, str):
+            return ""
+        models = [one for one in _resolved(self.types) if _is_model(one)]
+        tag = next(tag for tag in _TAGS if all(tag in one.model_fields for one in models))
+        return f", as in {_dotted([*self.at, *self.key, tag])} = {to_json(name).decode()}"
+
     def _unknown(self) -> str:
         *table, key = self.key
         allowed = [name for one in self.holder if _is_model(one) for name in one.model_fields]
         hint = did_you_mean(str(key), allowed, lambda near: _dotted([*self.at, *table, near]))
+        elsewhere = sorted({_dotted([*self.at, *at]) for at in _places([self.schema], str(key))})
+        if not hint and 0 < len(elsewhere) <= _MOST_PLACES:
+            hint = f"; did you mean {' or '.join(elsewhere)}?"
         return f"unknown key{hint or '; allowed here: ' + ', '.join(allowed)}"
 
 
@@ -535,6 +566,15 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
             place = min(key, len(arguments) - 1) if isinstance(key, int) else -1
             found += _alternatives(arguments[place])
     return found
+
+
+def _places(types: Iterable[object], name: str) -> Iterator[tuple[str, ...]]:
+    """The keys of this name in tables of these types and in the tables inside them."""
+    for one in filter(_is_model, _resolved(types)):
+        for key, field in one.model_fields.items():
+            if key == name:
+                yield (key,)
+            yield from ((key, *inner) for inner in _places(_types_of(field), name))
 
 
 def _labels(one: object) -> list[str]:

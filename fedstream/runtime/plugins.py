@@ -72,6 +72,7 @@ class Allowed:
 _imported: list[str] = []  # programs that are not ours
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+_IMPORTLIB = f"{_STANDARD}importlib{os.sep}"
 
 _ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa: B039  (frozen)
 
@@ -277,24 +278,32 @@ def _import(source: str, what: str) -> ModuleType:
                 f"{what} {source!r}: the name {name!r} belongs to another module: rename the file"
             )
         return importlib.import_module(name)
-    except FedstreamError:
+    except NotTrusted:
         raise
+    except FedstreamError as error:  # of a function of ours that the program called
+        place = _place(error)
+        raise ConfigError(f"{what} {source!r}: {error}{place}" if place else str(error)) from error
     except (Exception, SystemExit) as error:  # a program may end where it lacks something
         raise ConfigError(f"{what} {source!r}: importing it raised {words(error)}") from error
 
 
 def words(error: BaseException) -> str:
-    """An exception (of a group, the first) in one line, with the raising place."""
+    """An exception (of a group, the first) in one line, with the last place that is not ours."""
     error = innermost(error)
     if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
         return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
+    return f"{_in_one_line(error)}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """The last place in an exception's traceback that is not ours; '' if there is none."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<frozen "):  # the interpreter's own
+        if not file.startswith(("<frozen ", _IMPORTLIB, _OURS)):
             place = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{_in_one_line(error)}{place}"
+    return place
 
 
 def place_of(error: BaseException) -> str:

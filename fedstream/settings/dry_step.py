@@ -2,9 +2,10 @@
 
 Both are cheap. Each uses a new model, and the random number generators keep their states. Training
 takes one batch of one device. A run tolerates devices with bad data, so devices are tried for some
-seconds until one works. The evaluation takes the first rows of the test data. A task's own
-``train`` or ``metrics`` gets few rows too, and all rows if it raises, as it may need more; training
-is then cancelled after some seconds.
+seconds until one works. The last device is tried too, as a partition that is wrong by one device
+shows there; its error is a warning. The evaluation takes the first rows of the test data. A task's
+own ``train`` or ``metrics`` gets few rows too, and all rows if it raises, as it may need more;
+training is then cancelled after some seconds.
 
 ``run.dry_step = false`` switches both off. A task without ``exact_steps`` is not tried, as it
 trains for any length. Instead, the data of devices are loaded until a device has data.
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,6 +26,7 @@ from fedstream.core.errors import ConfigError, DataError, FedstreamError, TaskEr
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.task_settings import Epochs, Length, Seconds
+from fedstream.runtime.text import did_you_mean
 from fedstream.terminal import line
 from fedstream.trainer.data import (
     Processor,
@@ -34,10 +37,10 @@ from fedstream.trainer.data import (
     seeded,
     size_of,
 )
-from fedstream.trainer.evaluator import has_device_tests
-from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.evaluator import has_device_tests, spread
+from fedstream.trainer.goals import Stopping, is_over_devices
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
-from fedstream.trainer.task import Task, measured, solver_for_device, untrained
+from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,27 +161,58 @@ def try_measuring(
     """The metrics of an untrained model on a few rows of the test data and of a device's own.
 
     Empty if there are none, or the task is not tried. Raises TaskError; ConfigError if the metric
-    of ``run.stop`` is not among them.
+    of ``run.stop`` is not among them, or has no goal.
     """
     found: dict[str, float] = {}
+    own: dict[str, float] = {}
     if not _is_tried(settings, task):
         return found
     with seeded(settings.run.seed):
         if data is not None:
             with blaming(settings, "test data:", _HINT):
                 found = _measured(task, data, place)
+            _warn_unless_finite("test data", found)
         if settings.evaluator.per_device != "never" and has_device_tests(task):
-            for device in range(min(devices, _DEVICES)):
-                with blaming(settings, f"test data of device {device}:", _HINT):
-                    if (own := task.device_test_data(device)) is not None:
-                        _measured(task, own, place)
-                        break
-    stop = settings.run.stop
-    if stop and found and not is_over_devices(stop.metric) and stop.metric not in found:
-        raise ConfigError(
-            f"run.stop.metric = {stop.metric!r}: the task measures {', '.join(sorted(found))}"
-        )
+            for device in dict.fromkeys((*range(min(devices, _DEVICES)), devices - 1)):
+                if own and device != devices - 1:
+                    continue
+                with blaming(settings, f"test data of device {device}:", _HINT), suppress(NoLabels):
+                    if (rows := task.device_test_data(device)) is not None:
+                        own = _measured(task, rows, place)
+                        _warn_unless_finite(f"test data of device {device}", own)
+    if stop := settings.run.stop:
+        known = [*found, *spread({0: own}, task.goal)]
+        _check_stop(stop.metric, known, data=data is not None, own=bool(own))
+        Stopping(stop, task.goal)  # raises for a metric without a goal
     return found
+
+
+def _warn_unless_finite(where: str, metrics: dict[str, float]) -> None:
+    if metrics and not any(map(isfinite, metrics.values())):
+        line(
+            f"{where}: no metric of the untrained model is finite ({', '.join(metrics)}): look for "
+            "NaN in the data, in model(), and in what the task's metrics() divides by",
+            err=True,
+        )
+
+
+def _check_stop(metric: str, known: Sequence[str], *, data: bool, own: bool) -> None:
+    """Raise ConfigError if the metric of ``run.stop`` is not measured.
+
+    ``known``: the metrics. ``data``, ``own``: whether the task and a device have test data.
+    """
+    over_devices = is_over_devices(metric)
+    if metric in known or (over_devices and not own):
+        return
+    if not data and not over_devices:
+        raise ConfigError(
+            f"run.stop.metric = {metric!r}: nothing is measured, as the task has no test data: "
+            "define test_data(), or leave out run.stop"
+        )
+    hint = did_you_mean(metric, known)
+    raise ConfigError(
+        f"run.stop.metric = {metric!r}: the task measures {', '.join(sorted(known))}{hint}"
+    )
 
 
 def _is_tried(settings: Settings, task: Task) -> bool:
@@ -203,10 +237,22 @@ def _first_working(
         else:
             if failed:
                 line(_without(failed, device), err=True)
+            _try_last(settings, device, devices[-1], work)
             return device, found
         if len(failed) >= _DEVICES and time.monotonic() > until:
             break
     raise next(iter(failed.values()))
+
+
+def _try_last(settings: Settings, worked: int, last: int, work: Callable[[int], T]) -> None:
+    """Show an error of the last device."""
+    if last == worked:
+        return
+    try:
+        with blaming(settings, f"device {last}:"), seeded(settings.run.seed):
+            work(last)
+    except TaskError as error:
+        line(f"device {worked} works, but not the last: {error}", err=True)
 
 
 def _without(failed: dict[int, TaskError], works: int) -> str:

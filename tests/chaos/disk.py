@@ -237,3 +237,12 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 0x41]))
+
+
+def unflip(path: Path, place: Path, at: int) -> None:
+    """Undo :func:`flip` in a file, and on disk, where a sync may have copied the wrong byte."""
+    flip(path, at)
+    right = path.read_bytes()[at : at + 1]
+    with _locked(place / str(path.stat().st_ino)) as there:
+        if os.pread(there, 1, at) not in (b"", right):
+            os.pwrite(there, right, at)

@@ -555,7 +555,7 @@ class Injector:
                 finally:
                     await self._services.down(*UPDATERS)
                     if path.exists():
-                        disk.flip(path, at)
+                        disk.unflip(path, self._platter, at)
             finally:
                 self._services.up(*UPDATERS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from fedstream.strategies.fedasync import FedAsyncSettings
+from tests.chaos import disk
 from tests.chaos.account import Note, accounted
 from tests.chaos.checks import ASTRAY, CHECKS, LOST, Facts, complaints
 from tests.chaos.effects import Life, Told
@@ -198,3 +201,25 @@ def test_damage_in_the_journal_is_found(journal: Path) -> None:
     segment.write_bytes(data)
     assert "does not begin with" in wrong(journal, notes)
     assert replayed(journal).diverged
+
+
+def test_a_byte_that_was_wrong_for_a_while_does_not_come_back_with_a_power_cut(
+    tmp_path: Path,
+) -> None:
+    folder, place = tmp_path / "journal", tmp_path / "platter"
+    folder.mkdir()
+    segment = folder / "1.journal"
+    segment.write_bytes(bytes(10_000))
+
+    def synced() -> None:  # by a process that wrote nothing
+        for path in (segment, folder):
+            file = os.open(path, os.O_RDONLY)
+            disk.Platter(folder, place).syncing(file)()
+            os.close(file)
+
+    synced()
+    disk.flip(segment, 5000)
+    synced()
+    disk.unflip(segment, place, 5000)
+    assert disk.fail(folder, place, random.Random(1)) == 0
+    assert segment.read_bytes() == bytes(10_000)

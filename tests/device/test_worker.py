@@ -228,6 +228,7 @@ async def test_task_that_raises_is_given_up_and_the_next_is_done(
     assert gateway.given_up == [("task-1", "raised ValueError"), ("task-2", "raised ValueError")]
     text = "\n".join(said)
     assert text.count("Traceback") == 1, "told at length once"
+    assert "/fedstream/device/" not in text, "no frame of ours"
     assert text.count("task-2: raised ValueError at") == 1
 
 

@@ -125,7 +125,8 @@ def test_from_a_script(reader: Open) -> None:
         assert settings["solver"]["kind"] == "adamw"
         assert min(plain, found["accuracy"]) > 0.9
         page.given("fedstream init my_project")
-        page.given("cd my_project && fedstream simulate --config fedstream.toml --versions 20")
+        start = "cd my_project && fedstream simulate --config fedstream.toml --versions 20"
+        page.given(f"{start} --set evaluator.per_device=last")
 
 
 def test_examples(reader: Open) -> None:

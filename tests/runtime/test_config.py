@@ -202,10 +202,35 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         ),
         (
             ("strategy.k=5",),  # not of the default strategy
-            "strategy.name: required, but not given; one of fedasync, fedbuff",
+            "strategy.name: required with strategy.k; one of fedbuff",
         ),
+        (
+            ("policy.size=5", "policy.rate=1"),
+            "policy.kind: required with policy.size; one of rounds",
+        ),
+        (
+            ("policies=[{}]",),
+            "policies[0].kind (from --set): required, but not given; one of poisson, rounds",
+        ),
+        (
+            ("strategy=fedbuff",),
+            'strategy = "fedbuff" (from --set): must be a table, as in strategy.name = "fedbuff"',
+        ),
+        (
+            ("policy=rounds",),
+            'policy = "rounds" (from --set): must be a table, as in policy.kind = "rounds"',
+        ),
+        (("run=demo",), 'run = "demo" (from --set): must be a table'),
+        (("run.quick=1",), "run.quick = 1 (from --set): must be true or false"),
+        (("run.tags=a",), 'run.tags = "a" (from --set): must be a list'),
         (("strategy=3",), "strategy = 3 (from --set): must be a table"),
         (("run=3",), "run = 3 (from --set): must be a table"),
+        (("seed=3",), "seed = 3 (from --set): unknown key; did you mean run.seed?"),
+        (("run.k=3",), "run.k = 3 (from --set): unknown key; did you mean strategy.k?"),
+        (
+            ("size.x=1",),
+            "size (from --set): unknown key; did you mean policy.size?",
+        ),
         (("runn.seed=3",), "runn (from --set): unknown key; did you mean run?"),
         (
             ("polici=3",),
@@ -295,7 +320,7 @@ def test_every_invalid_key_gets_a_line_with_its_source(tmp_path: Path) -> None:
         load_file(tmp_path, "[run]\nseed = 'x'\n", "retry.most=no", FEDSTREAM_RUN__QUICK="2")
     assert str(caught.value).splitlines() == [
         f'run.seed = "x" (from {tmp_path}/run.toml): must be a valid integer',
-        "run.quick = 2 (from FEDSTREAM_RUN__QUICK): must be a valid boolean",
+        "run.quick = 2 (from FEDSTREAM_RUN__QUICK): must be true or false",
         'retry.most = "no" (from --set): must be a valid number',
     ]
 

@@ -166,8 +166,12 @@ def test_installed_package_announces_a_name_and_cannot_replace_a_built_in_one(
             "some_shapes:Other': is the class Other: expected a class derived from Shape",
         ),
         ("number", "'number': is of type int: expected a class derived from Shape"),
-        ("gone", "no_such_module:Gone: importing it raised ModuleNotFoundError"),
+        ("gone", "no_such_module:Gone: importing it raised ModuleNotFoundError.*'no_such_module'$"),
         ("{folder}/raising.py:A", r"importing it raised ValueError: no luck at .*raising.py:1"),
+        (
+            "{folder}/calling.py:A",
+            r"^shape '.*calling.py': 1 samples cannot be split .* at .*calling.py:2$",
+        ),
         ("{folder}/broken.py:A", r"importing it raised SyntaxError: .* at .*broken.py:2$"),
         ("{folder}/unfit.py:Half", r"Half': the class does not define area\(\)$"),
         ("{folder}/unfit.py:Vague", "Vague': its keys cannot be read: name 'Nowhere'"),
@@ -178,6 +182,7 @@ def test_every_wrong_name_is_explained_in_one_line(
 ) -> None:
     write("raising.py", "raise ValueError('no\\nluck')\n")
     write("broken.py", "\nclass A(:\n")
+    write("calling.py", "from fedstream import iid\nparts = iid([0], 2, seed=0)\n")
     write("unfit.py", UNFIT)
     with pytest.raises(ConfigError, match=words) as said:
         registry().find(name.format(folder=installed.parent))
@@ -248,7 +253,7 @@ def test_changing_the_kind_drops_the_other_kinds_keys() -> None:
             ("shape.kind=square", "shape.sid=2"),
             "shape.sid = 2 (from --set): unknown key; did you mean shape.side?",
         ),
-        (("shape.side=2",), "shape.kind: required, but not given; one of circle, square"),
+        (("shape.side=2",), "shape.kind: required with shape.side; one of square"),
         (("shape=3",), "shape = 3 (from --set): must be a table"),
         (
             ("more=[{kind='square', side='x'}]",),

@@ -136,6 +136,8 @@ def test_unknown_names_are_errors(write: Callable[[str, str], Path], tmp_path: P
         load_task("nobody", TaskSettings())
     with pytest.raises(ConfigError, match=r"unknown task 'digit'; did you mean 'digits'\?$"):
         load_task("digit", TaskSettings())
+    with pytest.raises(ConfigError, match=r"is a file: .*, as in my_task.py:task$"):
+        load_task("my_task.py", TaskSettings())
     for taken in ("calendar.py", "two.dots.py"):
         with pytest.raises(ConfigError, match="rename the file"):
             load_task(f"{write(taken, PROGRAM)}:task", TaskSettings())

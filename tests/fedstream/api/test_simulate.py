@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,7 @@ def test_an_error_in_the_task_names_the_device() -> None:
     assert first == "Traceback (most recent call last):"
     assert "test_simulate.py" in frame, "the user's first frame"
     assert last == "RuntimeError: no more"
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files[0] == __file__
+    assert len(files) == 2, "of ours only the frame that raises"
+    assert caught.value.__suppress_context__

@@ -25,6 +25,7 @@ from fedstream.history import display, status
 from fedstream.local import run
 from fedstream.runtime.plugins import PluginRegistry
 from fedstream.runtime.settings_keys import Key, keys_of
+from fedstream.settings.config import read
 from fedstream.settings.plugin_sources import REGISTRIES
 from fedstream.strategies import RULES, Batch
 from fedstream.strategies.staleness import Polynomial, Staleness
@@ -473,6 +474,18 @@ def test_help_ends_with_the_keys_of_the_strategy_that_was_named(
     assert "strategy.usual" not in command(name, "--help")[1]
     code, _, said = command(name, "--strategy", "fedbuf", "--help")
     assert (code, "did you mean 'fedbuff'?" in said) == (2, True)
+
+
+@pytest.mark.parametrize("which", ["patience", "target"])
+def test_the_starters_comments_are_valid_keys(which: str, tmp_path: Path) -> None:
+    assert fedstream("init", str(tmp_path)) == 0
+    file = tmp_path / "fedstream.toml"
+    lines = [one for one in file.read_text().splitlines() if "stop =" not in one or which in one]
+    file.write_text("\n".join(one.removeprefix("# ") if " = " in one else one for one in lines))
+    settings = read(file, ["task.name=digits"])
+    assert settings.run.stop is not None
+    assert settings.evaluator.per_device == "last"
+    assert settings.solver.schedule is not None
 
 
 def test_init_writes_a_starter_once(

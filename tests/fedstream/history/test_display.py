@@ -169,7 +169,10 @@ def test_accuracy_names_its_version() -> None:
         never = {"metrics": {"mse": value}, "main_metric": "mse", "never_finite": ["mse"]}
         rows = dict(display.result_rows(numbers | never | {"best": {}}))
         assert rows["mse"] == "not a finite number"
-        assert rows["warning"] == "never a finite number: mse; see the task's metrics()"
+        assert (
+            rows["warning"]
+            == "never a finite number: mse; look for NaN in the test data and in metrics()"
+        )
 
 
 def test_histogram_is_a_row_of_blocks() -> None:

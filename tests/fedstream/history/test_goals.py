@@ -243,7 +243,10 @@ def test_a_metric_that_is_never_a_number_is_told_and_the_run_finishes(
     )
     assert ended.returncode == 0, ended.stderr
     assert "\nmse is not a number at version " in ended.stdout
-    assert "\nwarning    never a finite number: mse; see the task's metrics()\n" in ended.stdout
+    assert (
+        "\nwarning    never a finite number: mse; look for NaN in the test data and in metrics()\n"
+        in ended.stdout
+    )
     numbers = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (numbers["goal"], numbers["never_finite"]) == ({"misfit": "min"}, ["mse"])
     assert numbers["best"].keys() == {"misfit"}

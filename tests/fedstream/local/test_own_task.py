@@ -136,7 +136,7 @@ def test_keys_without_effect_on_own_tasks_are_rejected(
     ("task", "said"),
     [
         ("Metrics", ": ZeroDivisionError: division by zero at"),
-        ("NoNumbers", "metrics() did not return a dict of names and numbers"),
+        ("NoNumbers", "metrics() returned int: it must return a dict from names to numbers"),
     ],
 )
 def test_metrics_that_raise_fail_a_simulation(

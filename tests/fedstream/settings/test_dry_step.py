@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -171,6 +172,52 @@ class OwnMetrics(Sound):
         return rows(0, 99)
 
 
+class OnDevices(Sound):
+    """The last device's test data can't be read."""
+
+    def device_test_data(self, device: int) -> Dataset[Any] | None:
+        return rows(device) if device < 4 else Damaged()
+
+
+class NoTestData(Sound):
+    def test_data(self) -> Dataset[Any] | None:
+        return None
+
+
+class NotFinite(Sound):
+    """A test row is NaN, as after a division by a deviation of 0."""
+
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return {"auc": float("nan"), "loss": float("inf")}
+
+
+class OwnScore(Sound):
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return {"score": 0.5}
+
+
+class NumberAsMetrics(Sound):
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return 0.5  # type: ignore[return-value]
+
+
+class LossOfEach(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class NumberAsLoss(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().loss(model, batch).item()  # type: ignore[return-value]
+
+
+class OneTooMany(Sound):
+    """Its partition is wrong by one."""
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        return [rows(device) for device in range(4)][device]
+
+
 class OwnEpochs(Sound):
     """Its own training, which only knows passes over the data."""
 
@@ -206,6 +253,9 @@ WRONG = [
     (OneRow, "device 0: ValueError: Expected more than 1 value per channel when training"),
     (AllDamaged, "device 0: OSError: image file is truncated at .*: correct the task"),
     (DamagedTest, "test data: OSError: image file is truncated"),
+    (NumberAsMetrics, r"metrics\(\) returned float: it must return a dict from names to numbers"),
+    (LossOfEach, r"device 0: loss\(\) returned a tensor of shape \(20,\): it must return a scalar"),
+    (NumberAsLoss, r"device 0: loss\(\) returned float: it must return a scalar tensor"),
     (OwnRaises, "device 0: ValueError: no such layer at .*test_dry_step.py"),
 ]
 
@@ -226,6 +276,59 @@ def test_task_that_works_is_let_through(task: type[Task], monkeypatch: pytest.Mo
     monkeypatch.setattr("fedstream.settings.dry_step._TRY_S", 0.1)
     keys = ["scheduler.steps.kind=epochs"] if task is OwnEpochs else []
     assert try_task(of(task, *keys), task(), 5, simulated=False).test_data is not None
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "said"),
+    [
+        (Sound, "accurac", "'accurac': the task measures accuracy, loss; did you mean 'accuracy'?"),
+        (Sound, "f1", "'f1': the task measures accuracy, loss"),
+        (OwnScore, "scor", "'scor': the task measures score; did you mean 'score'?"),
+        (NoTestData, "accuracy", "'accuracy': nothing is measured, as the task has no test data:"),
+    ],
+)
+def test_a_run_does_not_wait_for_a_metric_that_is_not_measured(
+    task: type[Task], metric: str, said: str
+) -> None:
+    keys = (f"run.stop.metric={metric}", "run.stop.patience=3")
+    with pytest.raises(ConfigError, match="^run.stop.metric = " + re.escape(said)):
+        try_task(of(task, *keys), task(), 5, simulated=False)
+
+
+def test_a_metric_over_devices_is_one_that_the_devices_measure() -> None:
+    keys = ("evaluator.per_device=always", "run.stop.patience=3")
+
+    class AllReadable(OnDevices):
+        def device_test_data(self, device: int) -> Dataset[Any] | None:
+            return rows(device)
+
+    stop = "run.stop.metric=device_mean_"
+    try_task(of(OnDevices, *keys, f"{stop}accuracy"), AllReadable(), 5, simulated=False)
+    with pytest.raises(ConfigError, match="did you mean 'device_mean_loss'"):
+        try_task(of(OnDevices, *keys, f"{stop}los"), AllReadable(), 5, simulated=False)
+    with pytest.raises(TaskError, match="test data of device 4: OSError"):
+        try_task(of(OnDevices, *keys), OnDevices(), 5, simulated=False)
+
+
+def test_a_stop_metric_needs_a_goal() -> None:
+    settings = of(OwnScore, "run.stop.metric=score", "run.stop.patience=3")
+    with pytest.raises(ConfigError, match=r"high score is good is unknown: set Task.goal = "):
+        try_task(settings, OwnScore(), 5, simulated=False)
+
+
+def test_metrics_that_are_not_finite_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    try_task(of(NotFinite), NotFinite(), 5, simulated=False)
+    said = capsys.readouterr().err
+    assert said.startswith("test data: no metric of the untrained model is finite (auc, loss): ")
+    try_task(of(Sound), Sound(), 5, simulated=False)
+    assert not capsys.readouterr().err
+
+
+def test_the_last_device_is_tried_too(capsys: pytest.CaptureFixture[str]) -> None:
+    try_task(of(OneTooMany), OneTooMany(), 5, simulated=False)
+    said = capsys.readouterr().err
+    assert said.startswith("device 0 works, but not the last: ")
+    assert "device 4: IndexError: list index out of range at " in said
 
 
 @pytest.mark.parametrize("key", ["trainer.device", "evaluator.device", "simulation.device"])
