@@ -59,7 +59,7 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
     optimizer adds weight decay and momentum. Without any of these, the bits are those of a plain
     loop of ``loss.backward()`` and ``optimizer.step()`` over the same batches. SCAFFOLD ends with
 
-        c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
+        c_i+ = c_i - c + (x_tau - x_new) / (H gamma)
 
     All randomness derives from ``work.seed``: except with a time budget, the same work on the same
     machine gives the same bits, even if it is interrupted and resumed. Dropout and augmentation may
@@ -189,9 +189,9 @@ class _Descent:
         self._autocast: AbstractContextManager[Any] = nullcontext()
         if solver.precision == "bf16":
             self._autocast = torch.autocast(where.type, torch.bfloat16)
-        self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
-        starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
-        self._start = [x_tau for x, x_tau in starts if x.requires_grad]
+        self._changing = [*trained, *model.buffers()]
+        self._x_tau = [tensor.detach().clone() for tensor in self._changing]
+        self._start = self._x_tau[: len(trained)]
         self._at = Iterate((), self._start)
         self._directs = type(solver).direction is not Solver.direction
         self._is_own = type(solver) not in SOLVERS.built_in.values()
@@ -266,7 +266,7 @@ class _Descent:
             }
             way = torch._foreach_sub(self._start, [x.detach() for x in self._trained])
             mean = torch._foreach_div(way, [of[id(x)] for x in self._trained])
-            control = _join(torch._foreach_sub(mean, self._at.correction), self._model)
+            control = _join(torch._foreach_sub(mean, self._at.correction))
         loss = self._loss.item() / (self._step * solver.accumulate)
         samples = self._about["samples"] or self._batches.rows
         lr = rates[-1]  # of the parameters in no group of their own
@@ -281,7 +281,7 @@ class _Descent:
         layout = layout_of(self._model)
         x, x_tau = Model(layout), Model(layout)
         read(self._model, x)
-        for tensor, value in zip(_state(self._model), self._x_tau, strict=True):
+        for tensor, value in zip(self._changing, self._x_tau, strict=True):
             tensor.detach().copy_(value)
         read(self._model, x_tau)
         state, position = self._batches.place
@@ -302,7 +302,7 @@ class _Descent:
             x_tau=x_tau.buffer,
             rates=np.array(self._rates).tobytes(),
             optimizers=states,
-            memory={name: _join(own, self._model) for name, own in self._at.memory.items()},
+            memory={name: _join(own) for name, own in self._at.memory.items()},
             control=self._work.control,
             device_control=self._work.device_control,
         )
@@ -402,30 +402,23 @@ def _state(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _of_vector(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that make up a vector, in its order (:mod:`fedstream.trainer.vector`)."""
-    return [x for x in model.parameters() if x.is_floating_point()]
-
-
 def _split(vector: Floats | None, model: nn.Module) -> Tensors:
     """The part of a vector for each trained parameter; zeros if the vector is None."""
-    parameters = _of_vector(model)
+    parameters = [x for x in model.parameters() if x.requires_grad]
     sizes = [x.numel() for x in parameters]
     if vector is None:
-        return [torch.zeros_like(x) for x in parameters if x.requires_grad]
+        return [torch.zeros_like(x) for x in parameters]
     if vector.shape != (sum(sizes),):
         raise LayoutMismatch(
-            f"a vector of shape {vector.shape} for a model of {sum(sizes)} parameters"
+            f"a vector of shape {vector.shape} for a model of {sum(sizes)} trained parameters"
         )
     parts = zip(parameters, torch.split(torch.tensor(vector), sizes), strict=True)
-    return [part.view(x.shape).to(x) for x, part in parts if x.requires_grad]
+    return [part.view(x.shape).to(x) for x, part in parts]
 
 
-def _join(parts: Tensors, model: nn.Module) -> Floats:
-    """The vector with these parts, zero for untrained parameters."""
-    rest = iter(parts)
-    whole = [next(rest) if x.requires_grad else torch.zeros_like(x) for x in _of_vector(model)]
-    vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in whole]).numpy()
+def _join(parts: Tensors) -> Floats:
+    """The vector with these parts (:mod:`fedstream.trainer.vector`)."""
+    vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in parts]).numpy()
     return vector
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
-from fedstream.broker.published import read_newest
+from fedstream.broker.published import read_newest, with_unshared
 from fedstream.broker.streams import Reader
 from fedstream.core.errors import BadMessage, BlobMissing, NoRun, innermost
 from fedstream.core.layout import Model
@@ -202,6 +202,7 @@ class Evaluator:
         self._measured, self._lacks_spread, self._ends = None, False, ""
         if self._stop is not None and self._stop.patience is not None:
             await self._remember()
+        self._whole = await with_unshared(self._client, self._keys, run.layout)
         self._created = run.created
 
     async def _remember(self) -> None:
@@ -256,7 +257,7 @@ class Evaluator:
         return self._data is not None or self._settings.per_device != "never"
 
     async def _measure(self, head: Head, run: Run) -> None:
-        model = Model(run.layout)
+        model = Model(self._whole)
         is_last = run.state == "finished" or head.version >= run.versions
         try:
             await read_newest(self._client, self._keys, head, model)

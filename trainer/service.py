@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from structlog.contextvars import bind_contextvars, reset_contextvars
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
+from fedstream.broker.published import with_unshared
 from fedstream.broker.streams import Group
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError, NoRun
 from fedstream.core.formats import F32
@@ -252,7 +254,9 @@ class Trainer:
             )
         await self._group.ensure()
         learner.task.joined(run.devices)
-        self._run = run
+        with self._outage_limit.requesting():
+            layout = await with_unshared(self._client, self._keys, run.layout)
+        self._run = replace(run, layout=layout)
         return True
 
     def _workshop(

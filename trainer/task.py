@@ -287,8 +287,8 @@ def _first_null(value: object, key: str = "args") -> str | None:
 def untrained(task: Task) -> nn.Module:
     """Make the task's model, and check it.
 
-    Raises ConfigError if it isn't a Module; LayoutMismatch, naming the tensor, if a tensor cannot
-    be sent; and the errors of ``model()``.
+    Raises ConfigError if it isn't a Module, or all its parameters are frozen; LayoutMismatch,
+    naming the tensor, if a tensor cannot be sent; and the errors of ``model()``.
     """
     from torch import nn
 
@@ -298,7 +298,13 @@ def untrained(task: Task) -> nn.Module:
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"model() returned {got}: it must return an untrained torch.nn.Module")
-    layout_of(module)
+    layout = layout_of(module)
+    if layout.unshared is not None and not layout.parameters:
+        frozen = layout.unshared.layout.tensors
+        raise ConfigError(
+            f"model(): all {len(frozen)} parameters are frozen, such as {frozen[0].name}: set "
+            "requires_grad for those to be trained"
+        )
     return module
 
 
@@ -309,12 +315,12 @@ def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
     """
     import torch
 
-    from fedstream.trainer.vector import layout_of, read
+    from fedstream.trainer.vector import layout_of, read, with_own_values
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = untrained(task)
-    layout = layout_of(module)
+    layout = with_own_values(layout_of(module), module)
     model = Model(layout.with_controls() if controls else layout)
     read(module, model)
     model.controls[:] = 0.0
@@ -352,9 +358,8 @@ def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str)
     """
     if run.layout.without_controls() != ours:
         raise LayoutMismatch(
-            f"the model of this {role}'s task has {ours.parameters} parameters in "
-            f"{len(ours.tensors)} tensors, but run {name!r} was made with {run.layout.parameters} "
-            f"in {len(run.layout.tensors)}: give every service the same task, or purge the run"
+            f"the model of this {role}'s task has {ours.summary}, but run {name!r} was made with "
+            f"{run.layout.summary}: give every service the same task, or purge the run"
         )
     if devices not in (None, run.devices):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
     device.json   the device's number, and the run, gateway and key that it is for
     models/       the newest model that was downloaded, not compressed, by its digest
+    unshared/     the run's frozen parameters, downloaded once, by their digest
     work          the workspace of a task whose training was interrupted
     update        an update on its way to the gateway, with its error feedback
     unsent        the error feedback of the last update that arrived
@@ -65,12 +66,14 @@ class DeviceFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.models = path / "models"
+        self.unshared = path / "unshared"
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
         """Make and lock the folder inside the block. Raises FedstreamError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.models.mkdir(exist_ok=True)
+        self.unshared.mkdir(exist_ok=True)
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
@@ -81,6 +82,7 @@ class DeviceWorker:
         self._show = show
         self._once = once
         self._models = ModelStore(gateway, folder.models, say, show)
+        self._unshared = ModelStore(gateway, folder.unshared, say, show)
         self._rests = Backoff(0.5, _REST_S, rng=random.Random())
         self._seen: set[str] = set()  # places of reported errors
         self._raised_in_a_row = 0  # tasks
@@ -248,16 +250,27 @@ class DeviceWorker:
         self, offer: Offer, unsent: Floats | None, halt: Halt
     ) -> tuple[Start, Learned, float]:
         """Train from an earlier process's workspace, or else from the offered model."""
+        layout = await self._whole(offer)
         while True:
-            start = self._training.interrupted(offer.task.id) or await self._start(offer)
+            start = self._training.interrupted(offer.task.id, layout)
+            start = start or await self._start(offer, layout)
             self._show(f"training task {offer.task.id} from version {start.version}")
             learned, lr = await self._training.learned(offer, start, unsent, halt)
             if learned is not None:
                 return start, learned, lr
 
-    async def _start(self, offer: Offer) -> Start:
-        model = await self._models.model(offer.model, self._layout)
+    async def _start(self, offer: Offer, layout: Layout) -> Start:
+        model = await self._models.model(offer.model, layout)
         return Start(offer.model.version, offer.model.digest, model)
+
+    async def _whole(self, offer: Offer) -> Layout:
+        """The layout with the run's unshared values, downloaded for the first task."""
+        unshared, offered = self._layout.unshared, offer.unshared
+        if unshared is not None and offered is not None and unshared.digest != offered.digest:
+            values = await self._unshared.model(offered, unshared.layout)
+            unshared = replace(unshared, digest=offered.digest, values=values.itself)
+            self._layout = replace(self._layout, unshared=unshared)
+        return self._layout
 
     async def _check_layout(self, offer: Offer) -> None:
         """Raise LayoutMismatch, with the task given up, if the run has another model."""
@@ -265,9 +278,8 @@ class DeviceWorker:
             return
         await self._give_up(offer, "raised LayoutMismatch")
         raise LayoutMismatch(
-            f"the model of this device's task has {self._layout.parameters} parameters in "
-            f"{len(self._layout.tensors)} tensors, and the run's model is another: name the task "
-            "(--task) that the run was made with"
+            f"the model of this device's task has {self._layout.summary}, and the run's model is "
+            "another: name the task (--task) that the run was made with"
         )
 
     async def _device_time(self, seconds: float, halt: Halt) -> None:
