@@ -41,9 +41,10 @@ from fedstream.journal import FOLDER
 from fedstream.runtime.config import dump
 from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
+from fedstream.settings.dry_step import try_model
 from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.settings.services import check_used, task_of
+from fedstream.settings.services import check_used, described, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.service import DirectSinks
 from fedstream.sinks.settings import flat, named, parameters
@@ -71,6 +72,8 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
         task = task_of(settings)
     for doubt in doubts(settings):
         line(doubt, err=True)
+    if not quiet:
+        line(f"model      {described(settings, try_model(settings, task))}", err=True)
     # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
     # first process ignores signals that it doesn't handle.
     with Stop() as stop:
