@@ -66,7 +66,7 @@ def first_model(
     where = f"run.start = {start!r} (--from)"
     parsed = StartingPoint.parsed(start)
     if parsed.path.suffix == _FILE:
-        model = _of_file(parsed.path, model, where)
+        model = _of_file(parsed.path, task, model, where)
         said = f"{parsed.path.name} {_digest(model)}"
     else:
         model, said = _of_version(parsed, model, where)
@@ -104,7 +104,7 @@ def _of_version(start: StartingPoint, ours: Model, where: str) -> tuple[Model, s
     return _filled(ours, values), f"{head.run}@{version} {digest}"
 
 
-def _of_file(path: Path, ours: Model, where: str) -> Model:
+def _of_file(path: Path, task: Task, ours: Model, where: str) -> Model:
     """The tensors of a safetensors file as a model like ``ours``."""
     import torch
     from safetensors import SafetensorError
@@ -126,6 +126,11 @@ def _of_file(path: Path, ours: Model, where: str) -> Model:
         flat = one.to(torch.int64 if is_integer else torch.float32).flatten().numpy()
         values[tensor.name] = flat
     _check(theirs, ours.layout, where)
+    if more := [name for name in found if name not in values]:
+        with torch.random.fork_rng(devices=[]):
+            named = task.model().state_dict()  # with every name of a tied tensor
+        if foreign := [name for name in more if name not in named]:
+            raise _foreign(f"{where} does not fit the task's model", foreign[0])
     return _filled(ours, values)
 
 
@@ -169,10 +174,11 @@ def _check(there: Iterable[Tensor], layout: Layout, where: str, *, hint: str = "
                 f"{_described(tensor)} in the task"
             )
     if more := [name for name in theirs if name not in ours]:
-        raise ConfigError(
-            f"{where} does not fit the task's model{hint}: it also has {more[0]}, which the task "
-            "lacks"
-        )
+        raise _foreign(f"{where} does not fit the task's model{hint}", more[0])
+
+
+def _foreign(what: str, name: str) -> ConfigError:
+    return ConfigError(f"{what}: it also has {name}, which the task lacks")
 
 
 def _described(tensor: Tensor) -> str:
