@@ -137,7 +137,8 @@ async def client(redis: RedisSettings) -> AsyncIterator[Client]:
 async def keys(client: Client) -> AsyncIterator[Keys]:
     """A run's keys. After the test nothing may be left that has no owner, and then nothing at all.
 
-    Owned: a model that is kept, the run's frozen parameters, an update that is in the queue; anything else has to expire.
+    Owned: a model that is kept, the run's frozen parameters, an update that is in the queue;
+    anything else has to expire.
     """
     keys = Keys(f"test-{next(_run_numbers)}")
     client.bind(keys.prefix)

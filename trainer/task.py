@@ -65,6 +65,8 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """A new, untrained model. Its weights may be random: torch is seeded before the call.
 
+        Parameters with ``requires_grad = False`` are frozen: never trained, and sent once.
+
         Training must leave integer tensors unchanged, except batch norms' counters, or the update
         is refused. A model whose training changes others (a quantiser's zero points, a flag) must
         name them by pattern: ``model.changing_integers = ("*.zero_point",)``.

@@ -169,7 +169,7 @@ def verify(
 def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
     """Fill in the verdict; return the digest at the segment's end. Raises JournalError."""
     digest = segment.standing.digest
-    if models and (frozen := segment.layout.unshared) is not None:
+    if (frozen := segment.layout.unshared) is not None:
         unshared.read(segment.path.parent, frozen.digest, frozen.layout)
     for move in moves(segment, cut, models=models, read=read):
         message = move.message

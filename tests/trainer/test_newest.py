@@ -173,6 +173,6 @@ async def test_trainer_takes_the_runs_frozen_parameters(hand: Hand, make: Make) 
     assert isinstance(answer, Upload)
     assert answer.size == model.layout.nbytes
     start, into = model_of(model.layout), Model(model.layout)
-    work = Work(answer.device, answer.task, 0, answer.seed, 3, None, SGD, lambda: False)
+    work = Work(answer.device, answer.task, 0, answer.seed or 0, 3, None, SGD, lambda: False)
     Learner(lambda: task, 1, "cpu").train(Start(0, start.digest(), start), work, into, "model")
     assert answer.digest == into.digest()

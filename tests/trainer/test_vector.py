@@ -148,14 +148,14 @@ def test_delta_covers_only_parameters_relative_to_the_base() -> None:
 
 
 class Adapted(Task):
-    """A frozen base with tied weights, and a trained head; ``head`` says whether that is trained."""
+    """A frozen base with tied weights, and a head; ``head``: whether that is trained."""
 
     def __init__(self, *, head: bool = True) -> None:
         self._head = head
 
     def model(self) -> nn.Module:
         base = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5))
-        base[1].weight = base[0].weight  # type: ignore[assignment]
+        base[1].weight = base[0].weight
         head = nn.Linear(5, 2)
         whole = nn.ModuleDict({"base": base, "head": head})
         whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))

@@ -31,11 +31,22 @@ def key_of(hand: Hand, layout: Layout) -> str:
     return hand.keys.model(head_of(layout.unshared).blob)
 
 
+def files(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir()]
+
+
+def file_in(folder: Path) -> Path:
+    """The only one with frozen values."""
+    [name] = (name for name in files(folder) if name.endswith(".unshared"))
+    return folder / name
+
+
 async def read(hand: Hand) -> list[float]:
     """What any service reads from Redis."""
     whole = await with_unshared(hand.client, hand.keys, (await hand.ledger.run()).layout)
     assert whole.unshared is not None
-    return whole.unshared.model().floats.tolist()
+    values: list[float] = whole.unshared.model().floats.tolist()
+    return values
 
 
 async def test_frozen_values_are_kept_once(
@@ -55,10 +66,8 @@ async def test_frozen_values_are_kept_once(
     assert {segment.head.needs for segment in chain} == {("unshared tensors",)}
     assert chain[-1].layout.unshared is not None
     assert chain[-1].layout.unshared.model().floats.tolist() == [*VALUES]
-    [file] = folder.glob("*.unshared")
-    assert file.stat().st_size == 8000
-    assert file.stat().st_mode & 0o077 == 0
-    assert [one.name for one in folder.glob("*.tmp")] == []
+    assert file_in(folder).stat().st_mode & 0o077 == 0
+    assert not {one for one in files(folder) if one.endswith(".tmp")}
 
 
 async def test_emptied_redis_gets_the_frozen_values_from_the_journal(
@@ -85,7 +94,7 @@ async def test_damaged_frozen_values_are_reported_with_their_file(
     """Neither Redis nor a device gets them."""
     await makes(hand, make(), 4.0)
     await client.call("FLUSHALL")
-    [file] = folder.glob("*.unshared")
+    file = file_in(folder)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + b"x")
     await fails(make(), JournalDamaged, rf"{file.name}: the frozen parameters do not match")
@@ -99,8 +108,7 @@ async def test_adopted_run_takes_frozen_values_from_redis(
     make: Any, hand: Hand, layout: Layout, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
-    for file in folder.iterdir():
-        file.unlink()
+    for name in files(folder):
+        (folder / name).unlink()
     await makes(hand, make(adopt=True), 4.0)
-    [file] = folder.glob("*.unshared")
-    assert file.stat().st_size == 8000
+    assert file_in(folder).stat().st_size == 8000
