@@ -37,11 +37,16 @@ class Adapted(Task):
         )
 
 
+def recorded(folder: Path) -> None:
+    """A journal of twenty updates."""
+    settings = read(None, [f"run.versions={UPDATES}", "simulation.threads=1"])
+    simulate(settings, Adapted(), journal=folder)
+
+
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
-    """Twenty updates."""
-    settings = read(None, [f"run.versions={UPDATES}", "simulation.threads=1"])
-    simulate(settings, Adapted(), journal=tmp_path / "journal")
+    """A run's folder."""
+    recorded(tmp_path / "journal")
     return tmp_path
 
 
