@@ -96,7 +96,7 @@ def with_frozen(layout: Layout, *values: float) -> Layout:
     """The layout of a model with these frozen parameters too."""
     base = Tensor("base", (len(values),), "float32", "parameter")
     frozen = model_of(Layout((base,)), *values)
-    return replace(layout, unshared=Unshared(frozen.layout, frozen.digest(), frozen.itself))
+    return replace(layout, unshared=Unshared(frozen.layout, (), frozen.digest(), frozen.itself))
 
 
 def model_of(layout: Layout, *floats: float, integers: Sequence[int] = ()) -> Model:

@@ -55,10 +55,12 @@ def device_metrics(
     devices: int,
     place: Processor = "cpu",
     cancelled: Callable[[], bool] = lambda: False,
+    prepare: Callable[[int], object] = lambda _device: None,
 ) -> dict[int, dict[str, float]]:
     """The metrics of a model on each device's test data, by device.
 
-    Devices without test data or without counted labels are absent.
+    Devices without test data or without counted labels are absent. ``prepare``: called before a
+    device is measured, to put its local values into the module.
 
     If there are more than 10,000 devices, that many are measured, evenly spaced. Once
     ``cancelled()`` is true, returns the devices measured so far. Raises the task's errors.
@@ -70,6 +72,7 @@ def device_metrics(
             break
         data = task.device_test_data(device)
         if data is not None:
+            prepare(device)
             with suppress(NoLabels):
                 found[device] = measured(task, module, placed(data, place))
     return found

@@ -39,7 +39,7 @@ from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures, OutageLimit
 from fedstream.trainer.leases import Delivery, Leases
 from fedstream.trainer.metrics import TrainerMetrics
-from fedstream.trainer.saved_work import Feedback, SavedWork
+from fedstream.trainer.saved_work import Feedback, LocalValues, SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from fedstream.trainer.solvers import Cancelled, SolverGroup, Solvers, SolverSettings
 from fedstream.trainer.task import check_run
@@ -303,6 +303,7 @@ class Trainer:
                 metrics,
                 context.log,
             ),
+            local=LocalValues(self._client, self._keys, self._settings, run, context.log),
         )
 
     def _shift(self, shared: AttemptContext) -> _Shift:
@@ -430,18 +431,26 @@ class _Shift:
                 answer = answer.model_copy(update={"failing": failures.in_a_row})
             answered_at = time.time()
             feedback, unsent = self._shared.feedback, attempt.unsent
+
+            async def stage() -> Sequence[str]:
+                device, values = task.device, attempt.local
+                kept = await self._shared.local.stage(device, attempt.id, values)
+                if unsent is None:
+                    return kept
+                return (*await feedback.stage(device, attempt.id, unsent), *kept)
+
             said = await self._delivery.send(
                 entry,
                 answer,
                 attempt.update,
                 make_room=attempt.saved.discard,
-                stage=None
-                if unsent is None
-                else partial(feedback.stage, task.device, attempt.id, unsent),
+                stage=stage,
                 along=self._goes_on(),
             )
             if unsent is not None:
                 feedback.answered(task.device, unsent, said=said, dropped=attempt.dropped)
+            if said:
+                self._shared.local.answered(task.device, attempt.local)
         await attempt.saved.discard()
         self.leases.settle()
         self.answers += said

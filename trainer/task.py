@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
@@ -49,6 +50,10 @@ class Task(ABC):
 
     devices: int | None = None
     """The number of devices that the data is split over; None: unknown to the task."""
+
+    local: tuple[str, ...] = ()
+    """Patterns of the names of parameters and buffers that stay on the device, such as
+    ``("bn*",)`` (FedBN) or ``("head.*",)`` (FedPer): see ``torch.nn.Module.state_dict``."""
 
     goal: Goals = MappingProxyType({})
     """The goal of each metric, "min" or "max": ``goal = {"bits": "min"}``. Well-known names such
@@ -289,8 +294,9 @@ def _first_null(value: object, key: str = "args") -> str | None:
 def untrained(task: Task) -> nn.Module:
     """Make the task's model, and check it.
 
-    Raises ConfigError if it isn't a Module, or all its parameters are frozen; LayoutMismatch,
-    naming the tensor, if a tensor cannot be sent; and the errors of ``model()``.
+    Raises ConfigError if it isn't a Module, if no parameter is trained and shared, or if a pattern
+    of ``local`` fits no tensor; LayoutMismatch, naming the tensor, if a tensor cannot be sent; and
+    the errors of ``model()``.
     """
     from torch import nn
 
@@ -300,14 +306,28 @@ def untrained(task: Task) -> nn.Module:
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"model() returned {got}: it must return an untrained torch.nn.Module")
+    if task.local:
+        module.local_tensors = _checked_local(task.local)  # type: ignore[assignment]
     layout = layout_of(module)
+    for pattern in task.local:
+        if not any(fnmatchcase(tensor.name, pattern) for tensor in layout.whole):
+            raise ConfigError(
+                f"Task.local: {pattern!r} fits no tensor of model(), whose first is "
+                f"{layout.whole[0].name!r}: correct the pattern"
+            )
     if layout.unshared is not None and not layout.parameters:
-        frozen = layout.unshared.layout.tensors
+        names = [tensor.name for tensor in layout.unshared.layout.tensors]
         raise ConfigError(
-            f"model(): all {len(frozen)} parameters are frozen, such as {frozen[0].name}: set "
-            "requires_grad for those to be trained"
+            f"model(): all {len(names)} parameters are frozen or local, such as {names[0]}: leave "
+            "some to be trained and shared (requires_grad, Task.local)"
         )
     return module
+
+
+def _checked_local(patterns: object) -> tuple[str, ...]:
+    if isinstance(patterns, tuple) and all(isinstance(one, str) for one in patterns):
+        return patterns
+    raise ConfigError(f"Task.local = {patterns!r}: must be a tuple of patterns: ('bn*',)")
 
 
 def initial(task: Task, seed: int, *, controls: bool = False) -> Model:

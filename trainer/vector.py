@@ -4,8 +4,9 @@ Names are those of ``state_dict``; non-persistent buffers, which it leaves out, 
 tensor with several names (tied weights) is sent once, under the first. SCAFFOLD's control variate,
 which a layout may have in addition to the module's tensors, is left alone.
 
-Frozen parameters (``requires_grad = False``) are unshared: the layout names them apart, and their
-values are read and stored once.
+Frozen parameters (``requires_grad = False``) and the tensors that :attr:`fedstream.Task.local`
+names (``module.local_tensors``) are unshared: the layout names them apart, and their values are
+read and stored once.
 
 Integer tensors keep their values from version 0, except batch norms' counters and those whose names
 match the module's patterns: ``module.changing_integers = ("*.zero_point",)``.
@@ -43,7 +44,11 @@ def layout_of(module: nn.Module) -> Layout:
     found = _tensors(module)
     shared = Layout(tuple(entry for entry, _, is_shared in found if is_shared))
     unshared = tuple(entry for entry, _, is_shared in found if not is_shared)
-    return replace(shared, unshared=Unshared(Layout(unshared))) if unshared else shared
+    if not unshared:
+        return shared
+    patterns = _patterns(module, "local_tensors")
+    local = tuple(entry.name for entry in unshared if _matches(entry.name, patterns))
+    return replace(shared, unshared=Unshared(Layout(unshared), local))
 
 
 def read(module: nn.Module, out: Model) -> None:
@@ -63,19 +68,34 @@ def load(model: Model, module: nn.Module) -> None:
     if unshared is not None and unshared.digest:  # else the module's own values are meant
         models.append(unshared.model())
     for one in models:
-        if not one.buffer.flags.writeable:  # torch rejects such arrays
-            one = one.copy()
-        for vector, tensor in _pairs(one, found):
-            tensor.copy_(vector)
+        _copy(one, found)
+
+
+def load_part(values: Model, module: nn.Module) -> None:
+    """Copy the values of some of the module's tensors, such as local ones, into ``module``."""
+    _copy(values, {entry: tensor for entry, tensor, _ in _tensors(module)})
+
+
+def read_part(module: nn.Module, layout: Layout) -> Model:
+    """The values of some of the module's tensors, such as local ones."""
+    values = Model(layout)
+    for vector, tensor in _pairs(values, {entry: x for entry, x, _ in _tensors(module)}):
+        vector.copy_(tensor)
+    return values
+
+
+def _copy(model: Model, found: dict[Tensor, torch.Tensor]) -> None:
+    if not model.buffer.flags.writeable:  # torch rejects such arrays
+        model = model.copy()
+    for vector, tensor in _pairs(model, found):
+        tensor.copy_(vector)
 
 
 def with_own_values(layout: Layout, module: nn.Module) -> Layout:
     """A layout with the digest and the values of the module's unshared tensors."""
     if layout.unshared is None:
         return layout
-    values = Model(layout.unshared.layout)
-    for vector, tensor in _pairs(values, _found(module, layout)):
-        vector.copy_(tensor)
+    values = read_part(module, layout.unshared.layout)
     unshared = replace(layout.unshared, digest=values.digest(), values=values.itself)
     return replace(layout, unshared=unshared)
 
@@ -101,9 +121,8 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor, bool]]:
         "counter": [],
         "variable": [],
     }
-    changing = getattr(module, "changing_integers", ())
-    if isinstance(changing, str):
-        raise LayoutMismatch(f"changing_integers must be a tuple of patterns: ({changing!r},)")
+    changing = _patterns(module, "changing_integers")
+    local = _patterns(module, "local_tensors")
     of_float: Kind
     for of_float, named in (("parameter", module.named_parameters()), ("buffer", buffers)):
         for name, tensor in named:
@@ -112,9 +131,21 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor, bool]]:
                 raise LayoutMismatch(f"model(): {name} {_unfit(tensor)}")
             is_frozen = of_float == "parameter" and not tensor.requires_grad
             is_shared = not is_frozen or kind in ("counter", "variable")  # those may change
+            is_shared = is_shared and not _matches(name, local)
             entry = _entry(name, tensor.shape, tensor.dtype, kind)
             groups[kind].append((entry, tensor.detach(), is_shared))
     return [one for group in groups.values() for one in group]
+
+
+def _patterns(module: nn.Module, attribute: str) -> tuple[str, ...]:
+    found: tuple[str, ...] | str = getattr(module, attribute, ())
+    if isinstance(found, str):
+        raise LayoutMismatch(f"{attribute} must be a tuple of patterns: ({found!r},)")
+    return found
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _unfit(tensor: torch.Tensor) -> str:
@@ -133,7 +164,7 @@ def _entry(name: str, shape: torch.Size, dtype: torch.dtype, kind: Kind) -> Tens
 
 def _of_integers(name: str, changing: Iterable[str]) -> Kind:
     """The kind of an integer tensor, variable if the module names it."""
-    if any(fnmatchcase(name, pattern) for pattern in changing):
+    if _matches(name, changing):
         return "variable"
     return "counter" if name.rpartition(".")[2] == _COUNTER else "integer"
 

@@ -12,8 +12,9 @@ The bytes of a model are
 The layout's signature tells layouts apart and is checked wherever a model changes hands.
 
 A layout may also name **unshared** tensors: frozen parameters, which have the same values in every
-version. They lie in no vector, update or version. Their values are stored once, by digest, in a
-block of their own with the same order of bytes.
+version, and local tensors, of which each device has its own. They lie in no vector, update or
+version. Their values in version 0 are stored once, by digest, in a block of their own with the same
+order of bytes.
 """
 
 from __future__ import annotations
@@ -95,8 +96,11 @@ class Layout:
         said = f"{self.parameters} parameters in {len(self.tensors)} tensors"
         if self.unshared is None:
             return said
-        frozen = self.unshared.layout
-        return f"{said}, and {frozen.parameters} frozen ones in {len(frozen.tensors)}"
+        kinds = {"frozen": self.unshared.frozen, "local": self.unshared.of_devices}
+        for name, layout in kinds.items():
+            if layout.tensors:
+                said += f", {layout.parameters} {name} ones in {len(layout.tensors)}"
+        return said
 
     def _count(self, kind: Kind) -> int:
         return sum(tensor.count for tensor in self.tensors if tensor.kind == kind)
@@ -180,7 +184,7 @@ class Layout:
         rows: object = _rows(self.tensors)
         if self.unshared is not None:
             rows = {"tensors": rows, "unshared": _rows(self.unshared.layout.tensors)}
-            rows |= {"digest": digest}
+            rows |= {"digest": digest, "local": list(self.unshared.local)}
         packed = msgpack.packb(rows)
         assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
         return packed
@@ -196,7 +200,9 @@ class Layout:
             rows, digest = found["unshared"], found["digest"]
             if not isinstance(digest, str) or not re.fullmatch(DIGEST_PATTERN, digest):
                 raise ValueError("the unshared tensors have no digest")
-            unshared = Unshared(cls(tuple(_tensor(*row) for row in rows)), digest)
+            unshared = Unshared(
+                cls(tuple(_tensor(*row) for row in rows)), tuple(found["local"]), digest
+            )
             return cls(tuple(_tensor(*row) for row in found["tensors"]), unshared)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise LayoutMismatch(f"not a layout: {error}") from error
@@ -207,15 +213,26 @@ class Unshared:
     """Tensors of a module that no update and no version contains, and their values' digest."""
 
     layout: Layout  # of these tensors alone
-    digest: str = field(default="", compare=False)  # of their values; '': no run's yet
+    local: tuple[str, ...] = ()  # names of those that stay on the devices; the others are frozen
+    digest: str = field(default="", compare=False)  # of their values in version 0; '': of no run
     values: Callable[[], Model] | None = field(default=None, compare=False, repr=False)
     """Reads the values, where a process needs whole models; raises FedstreamError."""
+
+    @cached_property
+    def of_devices(self) -> Layout:
+        """The layout of the local tensors alone."""
+        return Layout(tuple(t for t in self.layout.tensors if t.name in self.local))
+
+    @cached_property
+    def frozen(self) -> Layout:
+        """The layout of the frozen tensors alone."""
+        return Layout(tuple(t for t in self.layout.tensors if t.name not in self.local))
 
     def model(self) -> Model:
         """The values. Raises LayoutMismatch if this process has not fetched them, and their
         reader's errors."""
         if self.values is None:
-            raise LayoutMismatch("the model's frozen tensors are not at hand: read them first")
+            raise LayoutMismatch("the model's unshared tensors are not at hand: read them first")
         return self.values()
 
 

@@ -28,6 +28,7 @@ from fedstream.device.uploads import UpdateUpload
 from fedstream.protocol.messages import CheckIn, Surrender, UpdateReport
 from fedstream.protocol.signatures import new_nonce
 from fedstream.runtime.backoff import Backoff
+from fedstream.trainer import local_values
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.solvers import Cancelled
 from fedstream.trainer.workspace import Start
@@ -243,7 +244,13 @@ class DeviceWorker:
             format=offer.update.format,
         )
         return FinishedUpdate(
-            task.id, offer.attempt, offer.update.url, report, learned.update.buffer, learned.unsent
+            task.id,
+            offer.attempt,
+            offer.update.url,
+            report,
+            learned.update.buffer,
+            learned.unsent,
+            None if learned.local is None else learned.local.buffer,
         )
 
     async def _learned(
@@ -251,9 +258,10 @@ class DeviceWorker:
     ) -> tuple[Start, Learned, float]:
         """Train from an earlier process's workspace, or else from the offered model."""
         layout = await self._whole(offer)
+        local = local_values.of_bytes(self._folder.local(), layout)
         while True:
             start = self._training.interrupted(offer.task.id, layout)
-            start = start or await self._start(offer, layout)
+            start = replace(start or await self._start(offer, layout), local=local)
             self._show(f"training task {offer.task.id} from version {start.version}")
             learned, lr = await self._training.learned(offer, start, unsent, halt)
             if learned is not None:

@@ -113,7 +113,11 @@ def described(settings: Settings, module: nn.Module) -> str:
     layout = layout_of(module)
     parts = f"{layout.parameters:,} parameters trained"
     if layout.unshared is not None:
-        parts += f", {layout.unshared.layout.parameters:,} frozen"
+        for name, some in (
+            ("frozen", layout.unshared.frozen),
+            ("local", layout.unshared.of_devices),
+        ):
+            parts += f", {some.floats:,} {name}" if some.tensors else ""
     sent = layout.with_controls() if settings.rule.build().controls else layout
     return f"{parts}; an update has {settings.wire.of_updates.sizes(sent)[1]:,} bytes"
 

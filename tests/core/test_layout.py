@@ -182,7 +182,7 @@ def test_junk_is_a_mismatch_or_a_layout_that_round_trips(junk: bytes) -> None:
 def test_values_of_unshared_tensors_are_named_but_do_not_count() -> None:
     """Two runs whose frozen values differ have the same layout, which a device compares."""
     shared, frozen = layout_of(3), Layout((Tensor("base", (2, 2), "float32", "parameter"),))
-    one, other = (replace(shared, unshared=Unshared(frozen, digit * 64)) for digit in "ab")
+    one, other = (replace(shared, unshared=Unshared(frozen, (), digit * 64)) for digit in "ab")
     again = Layout.decode(one.encode())
     assert again == one == other
     assert again.unshared is not None
@@ -196,7 +196,7 @@ def test_values_of_unshared_tensors_are_named_but_do_not_count() -> None:
 @pytest.mark.parametrize("change", [{"digest": "short"}, {"digest": 3}, {"unshared": [["x"]]}])
 def test_invalid_unshared_tensors_are_refused(change: dict[str, object]) -> None:
     rows = [["base", [2], "float32", "parameter"]]
-    found = {"tensors": [], "unshared": rows, "digest": "a" * 64}
+    found = {"tensors": [], "unshared": rows, "digest": "a" * 64, "local": []}
     assert Layout.decode(msgpack.packb(found)).unshared is not None
     with pytest.raises(LayoutMismatch, match="not a layout"):
         Layout.decode(msgpack.packb(found | change))

@@ -194,7 +194,7 @@ def test_model_brings_its_runs_frozen_values_along() -> None:
         assert torch.equal(module.state_dict()[name], tensor), name
         if name in x.tensors():
             assert x.tensors()[name].tolist() == tensor.tolist()
-    with pytest.raises(LayoutMismatch, match="frozen tensors are not at hand: read them first"):
+    with pytest.raises(LayoutMismatch, match="unshared tensors are not at hand: read them first"):
         load(Model(type(x.layout).decode(x.layout.encode())), module)
 
 
@@ -214,6 +214,6 @@ def test_training_may_freeze_a_shared_parameter_for_a_while() -> None:
 
 def test_model_without_a_trained_parameter_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"model\(\): all 6 parameters are frozen, such as base.0.w"
+        ConfigError, match=r"model\(\): all 6 parameters are frozen or local, such as base.0.w"
     ):
         untrained(Adapted(head=False))
