@@ -72,20 +72,25 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
         task = task_of(settings)
     for doubt in doubts(settings):
         line(doubt, err=True)
-    if not quiet:
-        line(f"model      {described(settings, try_model(settings, task))}", err=True)
     # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
     # first process ignores signals that it doesn't handle.
     with Stop() as stop:
         stop.at_once = partial(console(err=True).show_cursor, True)
         with _progress(settings.run.versions, quiet=quiet) as show:
+
+            def shown(made: VersionMade) -> None:
+                if not quiet and not made.version:
+                    model = described(settings, try_model(settings, task))
+                    line(f"model      {model}", err=True)
+                show(made)
+
             outcome, numbers, files = simulate_into(
                 out,
                 settings,
                 task,
                 journal=journal,
                 picture=True,
-                show=show,
+                show=shown,
                 cancelled=lambda: stop.name is not None,
             )
     if not quiet:
