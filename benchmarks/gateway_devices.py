@@ -87,7 +87,7 @@ class NoTraining(LocalTraining):
         """Without learner, thread and folder. ``device``: its values differ from the others'."""
         self._rng = np.random.default_rng(device)
 
-    def interrupted(self, task: str) -> Start | None:
+    def interrupted(self, task: str, layout: Layout) -> Start | None:
         """None: nothing is ever interrupted."""
         return None
 

@@ -100,7 +100,7 @@ class Keys:
         return f"{self.prefix}leader:{role}"
 
     def model(self, blob: str) -> str:
-        """The blob of a model."""
+        """The blob of a version's model, or ``unshared-<digest>``: the run's frozen parameters."""
         return f"{self.prefix}model:{blob}"
 
     def update(self, blob: str) -> str:

@@ -6,15 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from fedstream.broker import blobs
+from fedstream.core.errors import BlobDamaged, BlobMissing, Unavailable
 from fedstream.core.formats import format_of
 from fedstream.core.given import decode, room_for
+from fedstream.core.layout import Model
+from fedstream.core.records import Head, head_of
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.core.layout import Model
+    from fedstream.core.layout import Layout
     from fedstream.core.messages import Encoded
-    from fedstream.core.records import Head
 
 
 async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:
@@ -27,6 +29,21 @@ async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> No
         chunks=head.chunks,
         encoded=head.encoded,
     )
+
+
+async def with_unshared(client: Client, keys: Keys, layout: Layout) -> Layout:
+    """A run's layout with the values of its unshared tensors, read from Redis.
+
+    Raises Unavailable if Redis lost them, until the updater publishes them again.
+    """
+    if (unshared := layout.unshared) is None:
+        return layout
+    values = Model(unshared.layout)
+    try:
+        await read_newest(client, keys, head_of(unshared), values)
+    except (BlobMissing, BlobDamaged) as error:
+        raise Unavailable(f"the run's frozen parameters are gone from Redis: {error}") from error
+    return layout.with_values(values.itself)
 
 
 def as_given(head: Head) -> dict[str, str]:

@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.published import read_model
+from fedstream.broker.published import read_model, with_unshared
 from fedstream.core.errors import FedstreamError
 from fedstream.core.layout import Layout, Model
 from fedstream.runtime.http import SLICE
@@ -85,7 +85,7 @@ class Downloads:
         async with self._turn:
             if len(self._bodies) >= _MODELS:
                 raise Busy(f"{_MODELS} other versions are being read: try again later")
-            model = Model(layout)
+            model = Model(await with_unshared(self._client, self._keys, layout))
             key = self._keys.model(blob)
             chunks, encoded = await blobs.stated(self._client, key)
             await read_model(

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, settings
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.cli.app import main
-from fedstream.core.errors import BadMessage
+from fedstream.core.errors import BadMessage, NoRun
 from fedstream.core.messages import Upload
+from fedstream.core.records import head_of
 from fedstream.local.redis_server import find_servers
 from tests.broker.servers import Redis
 from tests.broker.servers import redis as redis_server
@@ -136,7 +137,8 @@ async def client(redis: RedisSettings) -> AsyncIterator[Client]:
 async def keys(client: Client) -> AsyncIterator[Keys]:
     """A run's keys. After the test nothing may be left that has no owner, and then nothing at all.
 
-    Owned: a model that is kept, an update that is in the queue; anything else has to expire.
+    Owned: a model that is kept, the run's frozen parameters, an update that is in the queue;
+    anything else has to expire.
     """
     keys = Keys(f"test-{next(_run_numbers)}")
     client.bind(keys.prefix)
@@ -145,6 +147,9 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
     names = [name.decode() for name in await client.call("KEYS", "*")]
     assert [name for name in names if not name.startswith(keys.prefix)] == []
     kept = {keys.model(blob) for blob in await EveryRole(client, keys, "test").kept()}
+    with suppress(NoRun):
+        if (unshared := (await EveryRole(client, keys, "test").run()).layout.unshared) is not None:
+            kept.add(keys.model(head_of(unshared).blob))
     queued = set()
     for _, fields in await client.call("XRANGE", keys.queue, "-", "+"):
         try:

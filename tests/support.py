@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import pytest
@@ -29,7 +29,7 @@ from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.published import read_model
 from fedstream.broker.streams import Entry, Group
-from fedstream.core.layout import Layout, Model, Tensor
+from fedstream.core.layout import Layout, Model, Tensor, Unshared
 from fedstream.core.messages import (
     POOL,
     Assignment,
@@ -90,6 +90,13 @@ def layout_of(parameters: int = 4, buffers: int = 0, integers: int = 0) -> Layou
     if integers:
         tensors.append(Tensor("seen", (integers,), "int64", "integer"))
     return Layout(tuple(tensors))
+
+
+def with_frozen(layout: Layout, *values: float) -> Layout:
+    """The layout of a model with these frozen parameters too."""
+    base = Tensor("base", (len(values),), "float32", "parameter")
+    frozen = model_of(Layout((base,)), *values)
+    return replace(layout, unshared=Unshared(frozen.layout, (), frozen.digest(), frozen.itself))
 
 
 def model_of(layout: Layout, *floats: float, integers: Sequence[int] = ()) -> Model:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics
-    from fedstream.trainer.saved_work import Feedback
+    from fedstream.trainer.saved_work import Feedback, LocalValues
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
@@ -135,6 +135,7 @@ class AttemptContext:
     metrics: TrainerMetrics
     wire: Format  # of sent updates
     feedback: Feedback
+    local: LocalValues
 
 
 class Attempt:
@@ -150,6 +151,7 @@ class Attempt:
         self._newest = taken.newest  # version; None: unknown
         self.update: Payload | None = None  # payload of the answer
         self.unsent: Floats | None = None  # error feedback of this update
+        self.local: Model | None = None  # the device's new local values
         self.dropped = False  # whether the previous feedback is missing in the update
         self._task = task
         self._lost = lost
@@ -207,12 +209,14 @@ class Attempt:
 
     async def _start(self) -> Start:
         """The start from the task's workspace, or without one from the newest version."""
+        local = await self._shared.local.of(self._task.device)
         if self._again:
             layout = self._shared.run.layout.without_controls()
             saved = await self.saved.read(layout)
             if saved is not None:
-                return Start.resumed(saved, layout)
-        return await self._shared.newest.start(self._task.device, self._newest)
+                return replace(Start.resumed(saved, layout), local=local)
+        start = await self._shared.newest.start(self._task.device, self._newest)
+        return replace(start, local=local)
 
     def _work(self, start: Start) -> Work:
         task, shared = self._task, self._shared
@@ -272,7 +276,7 @@ class Attempt:
     def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
         task, trained, size = self._task, learned.trained, learned.update.buffer.nbytes
         self.update, self.unsent = learned.update, learned.unsent
-        self.dropped = learned.dropped
+        self.dropped, self.local = learned.dropped, learned.local
         return Upload(
             task=task.task,
             attempt=self.id,

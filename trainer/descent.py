@@ -22,7 +22,7 @@ from fedstream.trainer import optimizers
 from fedstream.trainer.batches import Collating, batches_of
 from fedstream.trainer.data import random_states, restore_random_states, seeded, size_of
 from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained, Work
-from fedstream.trainer.vector import layout_of, load, read
+from fedstream.trainer.vector import layout_of, load, load_part, read, read_part
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def solve(task: Trainable, model: nn.Module, data: Dataset[Any], work: Work) -> 
     optimizer adds weight decay and momentum. Without any of these, the bits are those of a plain
     loop of ``loss.backward()`` and ``optimizer.step()`` over the same batches. SCAFFOLD ends with
 
-        c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
+        c_i+ = c_i - c + (x_tau - x_new) / (H gamma)
 
     All randomness derives from ``work.seed``: except with a time budget, the same work on the same
     machine gives the same bits, even if it is interrupted and resumed. Dropout and augmentation may
@@ -136,6 +136,8 @@ def _begun(
     )
     training = _Descent(task, model, trained, data, work)
     load(x, model)
+    if saved.local is not None and x.layout.unshared is not None:
+        load_part(Model(x.layout.unshared.of_devices, saved.local), model)
     training.skip_to(saved)
     return training
 
@@ -183,21 +185,21 @@ class _Descent:
         }
         self._steps = math.inf if steps is None else steps
         self._budget_s = math.inf if work.seconds is None else work.seconds
+        self._shared: list[bool] = []  # of the trained parameters; for SCAFFOLD
         self._step, self._began_s = 0, time.monotonic()
         where = trained[0].device
         self._loss = torch.zeros((), dtype=torch.float64, device=where)
         self._autocast: AbstractContextManager[Any] = nullcontext()
         if solver.precision == "bf16":
             self._autocast = torch.autocast(where.type, torch.bfloat16)
-        self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
-        starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
-        self._start = [x_tau for x, x_tau in starts if x.requires_grad]
+        self._changing = [*trained, *model.buffers()]
+        self._x_tau = [tensor.detach().clone() for tensor in self._changing]
+        self._start = self._x_tau[: len(trained)]
         self._at = Iterate((), self._start)
         self._directs = type(solver).direction is not Solver.direction
         self._is_own = type(solver) not in SOLVERS.built_in.values()
         if solver.controls:
-            c, c_i = _split(work.control, model), _split(work.device_control, model)
-            self._at.correction = torch._foreach_sub(c, c_i)
+            self._at.correction = self._correction(work)
         self._optimizers = _checked(task.optimizers(model, solver))
         self._groups = [group for one in self._optimizers for group in one.param_groups]
         self._usual = [float(group["lr"]) for group in self._groups]
@@ -217,6 +219,19 @@ class _Descent:
                 f"solver.kind = {solver.kind!r}: the optimizer or solver.lr_scheduler brings "
                 "momentum, but the control is the mean of plain steps: set cycle_momentum = false"
             )
+
+    def _correction(self, work: Work) -> Tensors:
+        """c - c_i of SCAFFOLD; zero for local parameters, which have none."""
+        shared = {tensor.name for tensor in layout_of(self._model).tensors}
+        named = self._model.named_parameters()
+        self._shared = [name in shared for name, x in named if x.requires_grad]
+        among = [x for x, is_shared in zip(self._trained, self._shared, strict=True) if is_shared]
+        c, c_i = _split(work.control, among), _split(work.device_control, among)
+        parts = iter(torch._foreach_sub(c, c_i))
+        return [
+            next(parts) if is_shared else torch.zeros_like(x)
+            for x, is_shared in zip(self._trained, self._shared, strict=True)
+        ]
 
     def goes_on(self) -> bool:
         """Whether to take another step."""
@@ -266,7 +281,10 @@ class _Descent:
             }
             way = torch._foreach_sub(self._start, [x.detach() for x in self._trained])
             mean = torch._foreach_div(way, [of[id(x)] for x in self._trained])
-            control = _join(torch._foreach_sub(mean, self._at.correction), self._model)
+            made = torch._foreach_sub(mean, self._at.correction)
+            control = _join(
+                [one for one, is_shared in zip(made, self._shared, strict=True) if is_shared]
+            )
         loss = self._loss.item() / (self._step * solver.accumulate)
         samples = self._about["samples"] or self._batches.rows
         lr = rates[-1]  # of the parameters in no group of their own
@@ -279,9 +297,11 @@ class _Descent:
         """
         self._forget_gradients()
         layout = layout_of(self._model)
-        x, x_tau = Model(layout), Model(layout)
+        x, x_tau, local = Model(layout), Model(layout), None
         read(self._model, x)
-        for tensor, value in zip(_state(self._model), self._x_tau, strict=True):
+        if layout.unshared is not None and layout.unshared.local:
+            local = read_part(self._model, layout.unshared.of_devices).buffer
+        for tensor, value in zip(self._changing, self._x_tau, strict=True):
             tensor.detach().copy_(value)
         read(self._model, x_tau)
         state, position = self._batches.place
@@ -299,10 +319,11 @@ class _Descent:
             position=position,
             generators=random_states(self._trained[0].device),
             x=x.buffer,
+            local=local,
             x_tau=x_tau.buffer,
             rates=np.array(self._rates).tobytes(),
             optimizers=states,
-            memory={name: _join(own, self._model) for name, own in self._at.memory.items()},
+            memory={name: _join(own) for name, own in self._at.memory.items()},
             control=self._work.control,
             device_control=self._work.device_control,
         )
@@ -327,7 +348,7 @@ class _Descent:
         self._loss += saved.loss
         optimizers.restore(saved.optimizers, self._optimizers, self._schedulers)
         for name, vector in saved.memory.items():
-            self._at.memory[name] = _split(vector, self._model)
+            self._at.memory[name] = _split(vector, self._trained)
         try:
             self._batches.skip_to(saved.minibatches, saved.position, self._work.cancelled)
         except Cancelled:
@@ -412,30 +433,22 @@ def _state(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _of_vector(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that make up a vector, in its order (:mod:`fedstream.trainer.vector`)."""
-    return [x for x in model.parameters() if x.is_floating_point()]
-
-
-def _split(vector: Floats | None, model: nn.Module) -> Tensors:
-    """The part of a vector for each trained parameter; zeros if the vector is None."""
-    parameters = _of_vector(model)
+def _split(vector: Floats | None, parameters: Sequence[nn.Parameter]) -> Tensors:
+    """The part of a vector for each of these parameters; zeros if the vector is None."""
     sizes = [x.numel() for x in parameters]
     if vector is None:
-        return [torch.zeros_like(x) for x in parameters if x.requires_grad]
+        return [torch.zeros_like(x) for x in parameters]
     if vector.shape != (sum(sizes),):
         raise LayoutMismatch(
-            f"a vector of shape {vector.shape} for a model of {sum(sizes)} parameters"
+            f"a vector of shape {vector.shape} for a model of {sum(sizes)} trained parameters"
         )
     parts = zip(parameters, torch.split(torch.tensor(vector), sizes), strict=True)
-    return [part.view(x.shape).to(x) for x, part in parts if x.requires_grad]
+    return [part.view(x.shape).to(x) for x, part in parts]
 
 
-def _join(parts: Tensors, model: nn.Module) -> Floats:
-    """The vector with these parts, zero for untrained parameters."""
-    rest = iter(parts)
-    whole = [next(rest) if x.requires_grad else torch.zeros_like(x) for x in _of_vector(model)]
-    vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in whole]).numpy()
+def _join(parts: Tensors) -> Floats:
+    """The vector with these parts (:mod:`fedstream.trainer.vector`)."""
+    vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in parts]).numpy()
     return vector
 
 

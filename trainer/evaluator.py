@@ -18,7 +18,7 @@ from pydantic import Field
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
-from fedstream.broker.published import read_newest
+from fedstream.broker.published import read_newest, with_unshared
 from fedstream.broker.streams import Reader
 from fedstream.core.errors import BadMessage, BlobMissing, NoRun, innermost
 from fedstream.core.layout import Model
@@ -63,10 +63,12 @@ def device_metrics(
     devices: int,
     place: Processor = "cpu",
     cancelled: Callable[[], bool] = lambda: False,
+    prepare: Callable[[int], object] = lambda _device: None,
 ) -> dict[int, dict[str, float]]:
     """The metrics of a model on each device's test data, by device.
 
-    Devices without test data or without counted labels are absent.
+    Devices without test data or without counted labels are absent. ``prepare``: called before a
+    device is measured, to put its local values into the module.
 
     If there are more than 10,000 devices, that many are measured, evenly spaced. Once
     ``cancelled()`` is true, returns the devices measured so far. Raises the task's errors.
@@ -78,6 +80,7 @@ def device_metrics(
             break
         data = task.device_test_data(device)
         if data is not None:
+            prepare(device)
             with suppress(NoLabels):
                 found[device] = measured(task, module, placed(data, place))
     return found
@@ -210,6 +213,7 @@ class Evaluator:
         self._measured, self._lacks_spread, self._ends = None, False, ""
         if self._stop is not None and self._stop.patience is not None:
             await self._remember()
+        self._whole = await with_unshared(self._client, self._keys, run.layout)
         self._created = run.created
 
     async def _remember(self) -> None:
@@ -267,7 +271,7 @@ class Evaluator:
         if not await self._ledger.pin(head.blob):  # superseded, or lost by Redis
             await pause(self._context.stop, _GONE_S)
             return
-        model = Model(run.layout)
+        model = Model(self._whole)
         is_last = run.state == "finished" or head.version >= run.versions
         try:
             await read_newest(self._client, self._keys, head, model)

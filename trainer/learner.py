@@ -13,7 +13,7 @@ import torch
 from fedstream.core.errors import ConfigError
 from fedstream.core.formats import F32, fed_back
 from fedstream.core.layout import Payload
-from fedstream.trainer import vector
+from fedstream.trainer import local_values, vector
 from fedstream.trainer.compression import Compression, compress
 from fedstream.trainer.data import Processor, check, placed, size_of
 from fedstream.trainer.solvers import Trained
@@ -89,6 +89,7 @@ class Learned:
     digest: str
     unsent: Floats | None = None  # encoding error of the parameters; None: no error feedback
     dropped: bool = False  # the previous feedback was too large to be added
+    local: Model | None = None  # new values of the device's local tensors, to be kept
 
 
 class Learner:
@@ -118,18 +119,22 @@ class Learner:
         ``memory``: error feedback of the device's last update; None: zero.
         """
         vector.load(start.model, self._module)
+        if start.local is not None:
+            vector.load_part(start.local, self._module)
         trained = self.task.train(self._module, self._data(work.device), work)
         vector.read(self._module, into)
+        local = local_values.read(self._module, self.layout)
         took = as_sent(
             trained, into, start.model, start.device_control, sends, work.solver.compression
         )
         if how.of_changes:
             sent, unsent, dropped = fed_back(into, memory, how)
             update = Payload(sent)
-            return Learned(took, update, update.digest_like(start.digest), unsent, dropped)
+            digest = update.digest_like(start.digest)
+            return Learned(took, update, digest, unsent, dropped, local)
         seed = work.seed if sends == "model" else None  # models are dithered, see core/bf16.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
-        return Learned(took, update, update.digest_like(start.digest))
+        return Learned(took, update, update.digest_like(start.digest), local=local)
 
     def _loaded(self, device: int) -> Dataset[Any]:
         """The data of a device. Raises DataError if the data is empty, and the task's errors."""

@@ -206,7 +206,7 @@ class Delivery:
         answer: Upload | GiveUp,
         update: Payload | None,
         make_room: Callable[[], Awaitable[None]],
-        stage: Callable[[], Awaitable[Sequence[str]]] | None = None,
+        stage: Callable[[], Awaitable[Sequence[str]]],
         *,
         along: bool = False,
     ) -> bool:
@@ -214,13 +214,14 @@ class Delivery:
 
         Returns False if the lease was lost. Retries are safe, as answering is idempotent.
         ``update``: the payload of an upload; None for a give-up. ``make_room``: called if Redis is
-        full. ``stage``: writes the error feedback, and returns its staged and final keys.
+        full. ``stage``: writes what an accepted answer brings along (error feedback, local values),
+        and returns pairs of a staged and a final key.
 
         ``along``: request the next task in the same write. If the answer must be sent again, a
         taken task is handed back first, and no further one is requested.
         """
         key = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
-        unwritten, feedback = True, tuple[str, ...]()
+        unwritten, renamed = True, tuple[str, ...]()
         backoff = Backoff(rng=self._rng)
         has_taken = False  # a task may be taken by a failed answer
         while True:
@@ -231,14 +232,14 @@ class Delivery:
                         await self._leases.hand_back_others(entry)
                         along = has_taken = False
                     if update is not None and unwritten:
-                        feedback = tuple(await stage()) if stage is not None else ()
+                        renamed = tuple(await stage())
                         ahead = await blobs.prepare(
                             self._client, key, update, expire_s=self._expire_s
                         )
                         # Don't rewrite the blob without need: once admitted, it must not expire.
                         unwritten = False
                     answering = self._outbox.answering(
-                        self._stream, entry, answer, expire_s=self._expire_s, feedback=feedback
+                        self._stream, entry, answer, expire_s=self._expire_s, renamed=renamed
                     )
                     has_taken = along
                     send = self._leases.take_along if along else self._client.pipeline

@@ -1,4 +1,4 @@
-"""A trainer's data in Redis: workspaces of interrupted tasks, and error feedback.
+"""A trainer's data in Redis: workspaces of interrupted tasks, error feedback, local values.
 
 Storing is best effort. A task without a workspace starts over, and lost feedback counts as zero.
 
@@ -10,15 +10,19 @@ feedback, so that it is never added twice.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedstream.broker import workspaces
-from fedstream.core.errors import BadMessage, FedstreamError, OutOfMemory
-from fedstream.core.layout import Floats, Layout
+from fedstream.core.errors import BadMessage, ConfigError, FedstreamError, OutOfMemory
+from fedstream.core.layout import Floats, Layout, Model
+from fedstream.trainer import local_values
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.core.records import Run
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
 
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 # Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
 # grow to 0.8, and they need that room.
 SHARE = 0.5
+_LOCAL_S = 24 * 3600.0  # expiry of local values; coordinators shorten a longer one
 
 
 class SavedWork:
@@ -211,3 +217,86 @@ class Feedback:
         while len(self._own) > most:
             self._own.popitem(last=False)
             self._metrics.lost_feedback("no room")
+
+
+class LocalValues:
+    """The local values of the devices that a trainer serves.
+
+    In a folder (``trainer.local_dir``), or in Redis among the site's workspaces, where any trainer
+    of the site may write: what is not sound counts as missing.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        keys: Keys,
+        settings: TrainerSettings,
+        run: Run,
+        log: FilteringBoundLogger,
+    ) -> None:
+        """Raises ConfigError if all devices' values may exceed ``trainer.local_bytes``."""
+        self._client = client
+        self._keys = keys
+        self._settings = settings
+        self._layout = run.layout
+        self._log = log
+        self._folder: Path | None = None
+        if (local := local_values.layout_of(run.layout)) is None:
+            return
+        devices = len(settings.owns) or run.devices
+        if devices * local.nbytes > settings.local_bytes:
+            raise ConfigError(
+                f"trainer.local_bytes = {settings.local_bytes}: the local tensors of {devices} "
+                f"devices have {devices * local.nbytes} bytes (Task.local): allow as many, or "
+                "name fewer tensors"
+            )
+        if settings.local_dir is not None:
+            self._folder = Path(settings.local_dir) / f"{keys.name}-{run.lineage}"
+
+    async def of(self, device: int) -> Model | None:
+        """The device's values; None: those of version 0. Raises OSError."""
+        if (local := local_values.layout_of(self._layout)) is None:
+            return None
+        if self._folder is None:
+            data = await workspaces.read(self._client, self._key(device), most=local.nbytes)
+        else:
+            file = self._folder / str(device)
+            data = file.read_bytes() if file.exists() else b""
+        values = local_values.of_bytes(data, self._layout)
+        if data and values is None:
+            self._log.warning("discarding unusable local values", device=device, bytes=len(data))
+        return values
+
+    async def stage(self, device: int, attempt: str, values: Model | None) -> tuple[str, ...]:
+        """Write an attempt's values; return the keys for ``Outbox.answer``.
+
+        Without room in Redis, nothing is written, and the device keeps its earlier values.
+        """
+        if values is None or self._folder is not None:
+            return ()
+        key = self._key(device)
+        staged = f"{key}.{attempt}"
+        try:
+            await workspaces.write(self._client, staged, values.buffer.data, expire_s=_LOCAL_S)
+        except OutOfMemory as error:
+            self._log.warning("local values not kept", device=device, reason=str(error))
+            return ()
+        return staged, key
+
+    def answered(self, device: int, values: Model | None) -> None:
+        """Keep the values of an accepted answer, unless the answer's script did. Raises OSError."""
+        if values is None or self._folder is None:
+            return
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = self._folder / f".{device}.{secrets.token_hex(4)}"
+        with open(aside, "xb", opener=_private) as file:
+            file.write(values.buffer.data)
+        aside.replace(self._folder / str(device))
+
+    def _key(self, device: int) -> str:
+        # No task's workspace has this name: their ids have no dot.
+        return self._keys.workspace(self._settings.site, f"local.{device}")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from structlog.contextvars import bind_contextvars, reset_contextvars
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
+from fedstream.broker.published import with_unshared
 from fedstream.broker.streams import Group
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError, NoRun
 from fedstream.core.formats import F32
@@ -37,7 +39,7 @@ from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures, OutageLimit
 from fedstream.trainer.leases import Delivery, Leases
 from fedstream.trainer.metrics import TrainerMetrics
-from fedstream.trainer.saved_work import Feedback, SavedWork
+from fedstream.trainer.saved_work import Feedback, LocalValues, SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from fedstream.trainer.solvers import Cancelled, SolverGroup, Solvers, SolverSettings
 from fedstream.trainer.task import check_run
@@ -252,7 +254,9 @@ class Trainer:
             )
         await self._group.ensure()
         learner.task.joined(run.devices)
-        self._run = run
+        with self._outage_limit.requesting():
+            layout = await with_unshared(self._client, self._keys, run.layout)
+        self._run = replace(run, layout=layout)
         return True
 
     def _workshop(
@@ -299,6 +303,7 @@ class Trainer:
                 metrics,
                 context.log,
             ),
+            local=LocalValues(self._client, self._keys, self._settings, run, context.log),
         )
 
     def _shift(self, shared: AttemptContext) -> _Shift:
@@ -426,18 +431,26 @@ class _Shift:
                 answer = answer.model_copy(update={"failing": failures.in_a_row})
             answered_at = time.time()
             feedback, unsent = self._shared.feedback, attempt.unsent
+
+            async def stage() -> Sequence[str]:
+                device, values = task.device, attempt.local
+                kept = await self._shared.local.stage(device, attempt.id, values)
+                if unsent is None:
+                    return kept
+                return (*await feedback.stage(device, attempt.id, unsent), *kept)
+
             said = await self._delivery.send(
                 entry,
                 answer,
                 attempt.update,
                 make_room=attempt.saved.discard,
-                stage=None
-                if unsent is None
-                else partial(feedback.stage, task.device, attempt.id, unsent),
+                stage=stage,
                 along=self._goes_on(),
             )
             if unsent is not None:
                 feedback.answered(task.device, unsent, said=said, dropped=attempt.dropped)
+            if said:
+                self._shared.local.answered(task.device, attempt.local)
         await attempt.saved.discard()
         self.leases.settle()
         self.answers += said

@@ -35,6 +35,9 @@ class TrainerSettings(Section):
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
     # Memory for error feedback of owned devices; beyond it, the oldest is dropped.
     feedback_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    # The local tensors (Task.local) of all devices that this trainer may serve.
+    local_bytes: Annotated[int, Field(ge=0)] = 256 << 20
+    local_dir: str | None = None  # folder for them; None: in Redis, for a day after each task
     # The trainer exits after a longer outage of Redis; None: it waits forever.
     redis_away_s: Annotated[float, Field(gt=0)] | None = None
     ends_with_run: bool | None = None  # True: exit with the run; else wait idle

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
@@ -61,6 +62,10 @@ class Task(ABC):
     devices: int | None = None
     """The number of devices that the data is split over; None: unknown to the task."""
 
+    local: tuple[str, ...] = ()
+    """Patterns of the names of parameters and buffers that stay on the device, such as
+    ``("bn*",)`` (FedBN) or ``("head.*",)`` (FedPer): see ``torch.nn.Module.state_dict``."""
+
     goal: Goals = MappingProxyType({})
     """The goal of each metric, "min" or "max": ``goal = {"bits": "min"}``. Well-known names such
     as accuracy, loss or rmse need no entry."""
@@ -75,6 +80,8 @@ class Task(ABC):
     @abstractmethod
     def model(self) -> nn.Module:
         """A new, untrained model. Its weights may be random: torch is seeded before the call.
+
+        Parameters with ``requires_grad = False`` are frozen: never trained, and sent once.
 
         Training must leave integer tensors unchanged, except batch norms' counters, or the update
         is refused. A model whose training changes others (a quantiser's zero points, a flag) must
@@ -309,8 +316,9 @@ def _first_null(value: object, key: str = "args") -> str | None:
 def untrained(task: Task) -> nn.Module:
     """Make the task's model, and check it.
 
-    Raises ConfigError if it isn't a Module; LayoutMismatch, naming the tensor, if a tensor cannot
-    be sent; and the errors of ``model()``.
+    Raises ConfigError if it isn't a Module, if no parameter is trained and shared, or if a pattern
+    of ``local`` fits no tensor; LayoutMismatch, naming the tensor, if a tensor cannot be sent; and
+    the errors of ``model()``.
     """
     from torch import nn
 
@@ -320,8 +328,28 @@ def untrained(task: Task) -> nn.Module:
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"model() returned {got}: it must return an untrained torch.nn.Module")
-    layout_of(module)
+    if task.local:
+        module.local_tensors = _checked_local(task.local)  # type: ignore[assignment]
+    layout = layout_of(module)
+    for pattern in task.local:
+        if not any(fnmatchcase(tensor.name, pattern) for tensor in layout.whole):
+            raise ConfigError(
+                f"Task.local: {pattern!r} fits no tensor of model(), whose first is "
+                f"{layout.whole[0].name!r}: correct the pattern"
+            )
+    if layout.unshared is not None and not layout.parameters:
+        names = [tensor.name for tensor in layout.unshared.layout.tensors]
+        raise ConfigError(
+            f"model(): all {len(names)} parameters are frozen or local, such as {names[0]}: leave "
+            "some to be trained and shared (requires_grad, Task.local)"
+        )
     return module
+
+
+def _checked_local(patterns: object) -> tuple[str, ...]:
+    if isinstance(patterns, tuple) and all(isinstance(one, str) for one in patterns):
+        return patterns
+    raise ConfigError(f"Task.local = {patterns!r}: must be a tuple of patterns: ('bn*',)")
 
 
 def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
@@ -331,12 +359,12 @@ def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
     """
     import torch
 
-    from fedstream.trainer.vector import layout_of, read
+    from fedstream.trainer.vector import layout_of, read, with_own_values
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = untrained(task)
-    layout = layout_of(module)
+    layout = with_own_values(layout_of(module), module)
     model = Model(layout.with_controls() if controls else layout)
     read(module, model)
     model.controls[:] = 0.0
@@ -379,9 +407,8 @@ def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str)
     """
     if run.layout.without_controls() != ours:
         raise LayoutMismatch(
-            f"the model of this {role}'s task has {ours.parameters} parameters in "
-            f"{len(ours.tensors)} tensors, but run {name!r} was made with {run.layout.parameters} "
-            f"in {len(run.layout.tensors)}: give every service the same task, or purge the run"
+            f"the model of this {role}'s task has {ours.summary}, but run {name!r} was made with "
+            f"{run.layout.summary}: give every service the same task, or purge the run"
         )
     if devices not in (None, run.devices):
         raise ConfigError(

@@ -4,12 +4,17 @@ Names are those of ``state_dict``; non-persistent buffers, which it leaves out, 
 tensor with several names (tied weights) is sent once, under the first. SCAFFOLD's control variate,
 which a layout may have in addition to the module's tensors, is left alone.
 
+Frozen parameters (``requires_grad = False``) and the tensors that :attr:`fedstream.Task.local`
+names (``module.local_tensors``) are unshared: the layout names them apart, and their values are
+read and stored once.
+
 Integer tensors keep their values from version 0, except batch norms' counters and those whose names
 match the module's patterns: ``module.changing_integers = ("*.zero_point",)``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -20,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedstream.core.errors import LayoutMismatch
-from fedstream.core.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
+from fedstream.core.layout import Kind, Layout, Model, Tensor, Unshared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,21 +41,63 @@ def layout_of(module: nn.Module) -> Layout:
 
     Raises LayoutMismatch, naming the tensor, for any other kind (complex, quantised, lazy, meta).
     """
-    return Layout(tuple(entry for entry, _ in _tensors(module)))
+    found = _tensors(module)
+    shared = Layout(tuple(entry for entry, _, is_shared in found if is_shared))
+    unshared = tuple(entry for entry, _, is_shared in found if not is_shared)
+    if not unshared:
+        return shared
+    patterns = _patterns(module, "local_tensors")
+    local = tuple(entry.name for entry in unshared if _matches(entry.name, patterns))
+    return replace(shared, unshared=Unshared(Layout(unshared), local))
 
 
 def read(module: nn.Module, out: Model) -> None:
     """Copy the module's values into ``out``. Raises LayoutMismatch if their layouts differ."""
-    for vector, tensor in _pairs(out, module):
+    for vector, tensor in _pairs(out, _found(module, out.layout)):
         vector.copy_(tensor)
 
 
 def load(model: Model, module: nn.Module) -> None:
-    """Copy the model's values into ``module``. Raises LayoutMismatch if their layouts differ."""
+    """Copy the model's values into ``module``, with those of a run's unshared tensors.
+
+    Raises LayoutMismatch if their layouts differ, and as :meth:`Unshared.model`.
+    """
+    found = _found(module, model.layout)
+    unshared = model.layout.unshared
+    models = [model]
+    if unshared is not None and unshared.digest:  # else the module's own values are meant
+        models.append(unshared.model())
+    for one in models:
+        _copy(one, found)
+
+
+def load_part(values: Model, module: nn.Module) -> None:
+    """Copy the values of some of the module's tensors, such as local ones, into ``module``."""
+    _copy(values, {entry: tensor for entry, tensor, _ in _tensors(module)})
+
+
+def read_part(module: nn.Module, layout: Layout) -> Model:
+    """The values of some of the module's tensors, such as local ones."""
+    values = Model(layout)
+    for vector, tensor in _pairs(values, {entry: x for entry, x, _ in _tensors(module)}):
+        vector.copy_(tensor)
+    return values
+
+
+def _copy(model: Model, found: dict[Tensor, torch.Tensor]) -> None:
     if not model.buffer.flags.writeable:  # torch rejects such arrays
         model = model.copy()
-    for vector, tensor in _pairs(model, module):
+    for vector, tensor in _pairs(model, found):
         tensor.copy_(vector)
+
+
+def with_own_values(layout: Layout, module: nn.Module) -> Layout:
+    """A layout with the digest and the values of the module's unshared tensors."""
+    if layout.unshared is None:
+        return layout
+    values = read_part(module, layout.unshared.layout)
+    unshared = replace(layout.unshared, digest=values.digest(), values=values.itself)
+    return replace(layout, unshared=unshared)
 
 
 def to_delta(model: Model, base: Model) -> None:
@@ -61,30 +108,44 @@ def to_delta(model: Model, base: Model) -> None:
     np.subtract(model.parameters, base.parameters, out=model.parameters)
 
 
-def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
-    """Every sent tensor with its entry in the layout, in the layout's order."""
+def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor, bool]]:
+    """Every tensor with its entry, and whether it is shared, in the layout's order."""
     buffers = [*module.named_buffers()]
     if buffers:  # many modules have none, and all of this is done twice for each task
         carried = module.state_dict(keep_vars=True)
         buffers = [(name, buffer) for name, buffer in buffers if name in carried]
-    groups: dict[Kind, list[tuple[Tensor, torch.Tensor]]] = {
+    groups: dict[Kind, list[tuple[Tensor, torch.Tensor, bool]]] = {
         "parameter": [],
         "buffer": [],
         "integer": [],
         "counter": [],
         "variable": [],
     }
-    changing = getattr(module, "changing_integers", ())
-    if isinstance(changing, str):
-        raise LayoutMismatch(f"changing_integers must be a tuple of patterns: ({changing!r},)")
+    changing = _patterns(module, "changing_integers")
+    local = _patterns(module, "local_tensors")
     of_float: Kind
     for of_float, named in (("parameter", module.named_parameters()), ("buffer", buffers)):
         for name, tensor in named:
             kind = of_float if tensor.dtype in _FLOATS else _of_integers(name, changing)
             if is_lazy(tensor) or tensor.is_meta or tensor.dtype not in _FLOATS | _INTEGERS:
                 raise LayoutMismatch(f"model(): {name} {_unfit(tensor)}")
-            groups[kind].append((_entry(name, tensor.shape, tensor.dtype, kind), tensor.detach()))
-    return [pair for group in groups.values() for pair in group]
+            is_frozen = of_float == "parameter" and not tensor.requires_grad
+            is_shared = not is_frozen or kind in ("counter", "variable")  # those may change
+            is_shared = is_shared and not _matches(name, local)
+            entry = _entry(name, tensor.shape, tensor.dtype, kind)
+            groups[kind].append((entry, tensor.detach(), is_shared))
+    return [one for group in groups.values() for one in group]
+
+
+def _patterns(module: nn.Module, attribute: str) -> tuple[str, ...]:
+    found: tuple[str, ...] | str = getattr(module, attribute, ())
+    if isinstance(found, str):
+        raise LayoutMismatch(f"{attribute} must be a tuple of patterns: ({found!r},)")
+    return found
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _unfit(tensor: torch.Tensor) -> str:
@@ -103,30 +164,34 @@ def _entry(name: str, shape: torch.Size, dtype: torch.dtype, kind: Kind) -> Tens
 
 def _of_integers(name: str, changing: Iterable[str]) -> Kind:
     """The kind of an integer tensor, variable if the module names it."""
-    if any(fnmatchcase(name, pattern) for pattern in changing):
+    if _matches(name, changing):
         return "variable"
     return "counter" if name.rpartition(".")[2] == _COUNTER else "integer"
 
 
-def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _found(module: nn.Module, layout: Layout) -> dict[Tensor, torch.Tensor]:
+    """A module's tensors. Raises LayoutMismatch unless they are those of ``layout``.
+
+    Not by ``requires_grad``: training may freeze a shared tensor for a while.
+    """
+    found = {entry: tensor for entry, tensor, _ in _tensors(module)}
+    wanted = layout.without_controls()
+    if found.keys() != set(wanted.whole):
+        raise LayoutMismatch(_difference(wanted.whole, tuple(found)))
+    return found
+
+
+def _pairs(
+    model: Model, found: dict[Tensor, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of the model's and the module's tensors; the model's are views of its vectors."""
-    tensors = _tensors(module)
-    layout = model.layout.without_controls()
-    if tuple(entry for entry, _ in tensors) != layout.tensors:
-        raise LayoutMismatch(_difference(layout, Layout(tuple(e for e, _ in tensors))))
-    floats = torch.from_numpy(model.floats)
-    integers = torch.from_numpy(model.integers)
-    for entry, tensor in tensors:
-        if entry.kind in OF_INTEGERS:
-            vector, integers = integers[: entry.count], integers[entry.count :]
-        else:
-            vector, floats = floats[: entry.count], floats[entry.count :]
-        yield vector.view(entry.shape), tensor
+    for entry, vector in model.flat():
+        yield torch.from_numpy(vector).view(entry.shape), found[entry]
 
 
-def _difference(model: Layout, module: Layout) -> str:
+def _difference(model: tuple[Tensor, ...], module: tuple[Tensor, ...]) -> str:
     """Describe the first tensor in which two layouts differ."""
-    ours, theirs = set(module.tensors), set(model.tensors)
-    here = next((t for t in module.tensors if t not in theirs), None)
-    there = next((t for t in model.tensors if t not in ours), None)
+    ours, theirs = set(module), set(model)
+    here = next((t for t in module if t not in theirs), None)
+    there = next((t for t in model if t not in ours), None)
     return f"the module's layout differs from the model's: the module has {here}, the model {there}"

@@ -99,6 +99,8 @@ class Workspace(BaseModel):
     x: Block
     """the current model"""
     x_tau: Block
+    local: Block | None = None
+    """the current values of the device's local tensors; None: there are none"""
     rates: bytes
     """a float64 for each parameter group: the sum of its learning rates over the steps"""
     optimizers: bytes
@@ -160,6 +162,7 @@ class Start:
     model: Model  # x_tau
     device_control: Floats | None = None  # c_i
     saved: Workspace | None = None
+    local: Model | None = None  # values of the device's local tensors; None: those of version 0
 
     @classmethod
     def resumed(cls, saved: Workspace, layout: Layout) -> Start:

@@ -22,9 +22,9 @@ from fedstream.broker.published import read_newest
 from fedstream.broker.streams import Look
 from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.formats import Format
-from fedstream.core.layout import Model, Payload, vector_of
+from fedstream.core.layout import Layout, Model, Payload, Unshared, vector_of
 from fedstream.core.messages import Version
-from fedstream.core.records import Commit, Head, ended
+from fedstream.core.records import Commit, Head, ended, head_of
 from fedstream.journal import RoundClosed
 from fedstream.journal.progress import Progress
 from fedstream.journal.recorder import Recorder
@@ -232,6 +232,8 @@ class Commits:
             blob=blob_of(state.version, epoch, self.lease.nonce),
             updates=state.made,
         )
+        if model.layout.unshared is not None:
+            await self.publisher.write_unshared(model.layout.unshared)
         await self.publisher.write(version, payload)
         # Readers of the version need the vectors.
         if not await self.hand_out(progress, state.strategy):
@@ -315,14 +317,32 @@ class Publisher:
         await self._client.call("UNLINK", key)
         await blobs.write(self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded)
 
-    async def keep(self, head: Head, size: int) -> bool:
+    async def keep(self, head: Head, layout: Layout) -> bool:
         """Remove any expiry of the newest version's model; return whether Redis has all its bytes.
 
-        ``size``: bytes of a float32 model; ignored for an encoded one.
+        The same for the layout's unshared values.
         """
+        heads = [head] if layout.unshared is None else [head, head_of(layout.unshared)]
+        return all([await self._keep(one, layout.nbytes) for one in heads])
+
+    async def _keep(self, head: Head, size: int) -> bool:
         key = self._ledger.keys.model(head.blob)
         size = head.encoded.size if head.encoded else size
         return await blobs.keep(self._client, key, size, chunks=head.chunks, encoded=head.encoded)
+
+    async def write_unshared(self, unshared: Unshared) -> None:
+        """Write the unshared values, for as long as the run is in Redis, unless they are there.
+
+        Raises as :meth:`Unshared.model`.
+        """
+        head = head_of(unshared)
+        key, size = self._ledger.keys.model(head.blob), unshared.layout.nbytes
+        if await self._keep(head, size):
+            return
+        values = await asyncio.to_thread(unshared.model)
+        await self._client.call("UNLINK", key)
+        await blobs.write(self._client, key, values, expire_s=_UNNAMED_S, encoded=head.encoded)
+        await self._keep(head, size)
 
     async def read(self, head: Head, model: Model) -> None:
         """Read the newest model as devices receive it. Raises BlobMissing or BlobDamaged."""

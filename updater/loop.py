@@ -301,7 +301,7 @@ class Loop:
                     )
                 self.state = state.behind(head)
             case Confirm(head):
-                if not await self.publisher.keep(head, state.layout.nbytes):
+                if not await self.publisher.keep(head, state.layout):
                     self.metrics.repaired.inc()
                     self.context.log.error(
                         "the newest model is gone from Redis", version=head.version

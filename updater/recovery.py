@@ -19,6 +19,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
+from fedstream.broker.published import with_unshared
 from fedstream.core import reasons
 from fedstream.core.digest import DigestAlgorithm
 from fedstream.core.errors import ConfigError, NoRun
@@ -40,7 +41,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
-from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, UNSHARED, WIRE_FORMATS
 from fedstream.journal.writer import sync_and_drop_cache
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
@@ -261,7 +262,7 @@ class Recovery:
         """
         if run.versions < self.versions:
             run = replace(run, versions=self.versions, state="running", why=None, finished=None)
-        model = Model(run.layout)
+        model = Model(await with_unshared(self.client, self.keys, run.layout))
         await self.publisher.read(head, model)
         version, digest, made_at = head.version, head.digest, head.time
         if head.given != head.digest:
@@ -466,6 +467,8 @@ class Recovery:
         known = _PASSED_ON & set(mine.needs if mine else ())
         if state.quarantines.taken:
             known.add(QUARANTINES)
+        if state.layout.unshared is not None:
+            known.add(UNSHARED)
         head = SegmentHead(
             needs=tuple(sorted(needs | known)),
             epoch=self.recorder.epoch,

@@ -222,17 +222,17 @@ class Outbox:
         *,
         expire_s: float = 600.0,
         ahead: Sequence[Command] = (),
-        feedback: Sequence[str] = (),
+        renamed: Sequence[str] = (),
     ) -> str:
         """Send the answer to a task and end its lease, both or neither.
 
         A trainer that can't read a task answers with a Dead, as it may not write to ``dead``
         itself. Returns 'said', 'over' (the lease had ended before) or 'unwritten' (the update's
         blob is missing). ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write
-        the blob. ``feedback``: the key of the staged error feedback, and the key to which the
-        script renames it; if there is no answer, the script deletes the staged feedback.
+        the blob. ``renamed``: pairs of a staged key, of error feedback or local values, and the key
+        to which the script renames it; if there is no answer, the script deletes the staged ones.
         """
-        command = self.answering(stream, entry, answer, expire_s=expire_s, feedback=feedback)
+        command = self.answering(stream, entry, answer, expire_s=expire_s, renamed=renamed)
         return word(await run(self._client, command, ahead=ahead))
 
     def answering(
@@ -242,7 +242,7 @@ class Outbox:
         answer: Upload | GiveUp | Dead,
         *,
         expire_s: float = 600.0,
-        feedback: Sequence[str] = (),
+        renamed: Sequence[str] = (),
     ) -> Command:
         """The command that :meth:`answer` sends, for a pipeline; the reply is the returned word."""
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
@@ -254,5 +254,5 @@ class Outbox:
             answer.size if isinstance(answer, Upload) else 0,
             round(expire_s * 1000),
             self._inbox,
-            rest=feedback,
+            rest=renamed,
         )

@@ -29,6 +29,7 @@ from fedstream.core.digest import DIGEST_PATTERN
 from fedstream.core.errors import BlobDamaged, BlobMissing, FedstreamError
 from fedstream.core.formats import format_of
 from fedstream.core.layout import Payload
+from fedstream.core.records import head_of
 from fedstream.protocol import headers
 from fedstream.protocol.messages import CHANGES_ROUTE
 from fedstream.runtime.http import SLICE
@@ -144,8 +145,11 @@ class ModelCopies:
             raise _no_changes() from error
 
     async def _asked(self, request: web.Request) -> Head:
-        """The version whose model a request names. Raises Refusal."""
+        """The version whose model a request names, or the unshared values. Raises Refusal."""
         digest = request.match_info["digest"]
+        unshared = self._run_cache.run.layout.unshared
+        if unshared is not None and digest == unshared.digest:
+            return head_of(unshared)
         head = await self._run_cache.version_of(digest) if _DIGEST.fullmatch(digest) else None
         if head is None:
             raise _superseded(digest)

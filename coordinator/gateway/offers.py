@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
 from fedstream.core.formats import F32
+from fedstream.core.records import head_of
 from fedstream.protocol.messages import (
     MODEL_ROUTE,
     UPDATE_ROUTE,
@@ -41,7 +42,7 @@ def offer(
     ``update``: the wanted format of the update. ``now``: seconds since 1970, by the clock of the
     task's deadline. ``changes``: the URL of the changes since the device's model.
     """
-    task, encoded = held.task, head.encoded
+    task, unshared = held.task, run.layout.unshared
     return Offer(
         task=OfferedTask(
             id=task.task,
@@ -53,14 +54,8 @@ def offer(
             left_s=None if task.deadline is None else max(0.0, task.deadline - now),
         ),
         attempt=held.attempt,
-        model=OfferedModel(
-            version=head.version,
-            digest=head.given,
-            format=model_format(head),
-            size=encoded.size if encoded else run.layout.nbytes,
-            url=MODEL_ROUTE.format(digest=head.given),
-            changes=changes,
-        ),
+        model=_offered(head, run, changes),
+        unshared=None if unshared is None else _offered(head_of(unshared), run),
         update=ExpectedUpdate(
             url=UPDATE_ROUTE.format(task=task.task, attempt=held.attempt),
             sends=run.sends,
@@ -69,6 +64,17 @@ def offer(
             most=update.sizes(run.layout)[1],
         ),
         heartbeat_s=heartbeat_s,
+    )
+
+
+def _offered(head: Head, run: Run, changes: str | None = None) -> OfferedModel:
+    return OfferedModel(
+        version=head.version,
+        digest=head.given,
+        format=model_format(head),
+        size=head.encoded.size if head.encoded else run.layout.nbytes,
+        url=MODEL_ROUTE.format(digest=head.given),
+        changes=changes,
     )
 
 

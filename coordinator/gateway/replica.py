@@ -140,6 +140,11 @@ class RunCache:
                 "divides by local steps and learning rate, and supernodes report neither: use "
                 "fedasync, fedbuff or fedavg, or a gateway without gateway.flower_app"
             )
+        if run.layout.unshared is not None and self._supernodes:
+            raise ConfigError(
+                f"gateway.flower_app: run {name!r} has frozen parameters, which supernodes cannot "
+                "fetch once: train all of the model, or use a gateway without gateway.flower_app"
+            )
         if run.sends == "model" and self._update.of_changes:
             raise ConfigError(
                 f"wire.update = {self._update.name!r}: run {name!r} was made with strategy "

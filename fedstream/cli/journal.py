@@ -375,7 +375,7 @@ def _write(out: Path, model: Model, about: dict[str, str]) -> None:
     values = model.tensors()
     tensors = {
         one.name: torch.from_numpy(values[one.name]).to(getattr(torch, one.dtype))
-        for one in model.layout.without_controls().tensors
+        for one in model.layout.without_controls().whole
     }
     aside = out.with_name(f".{out.name}.tmp")
     try:

@@ -10,12 +10,19 @@ The bytes of a model are
     int64[integers] ++ float32[floats]        little-endian, integers first so that both are aligned
 
 The layout's signature tells layouts apart and is checked wherever a model changes hands.
+
+A layout may also name **unshared** tensors: frozen parameters, which have the same values in every
+version, and local tensors, of which each device has its own. They lie in no vector, update or
+version. Their values in version 0 are stored once, by digest, in a block of their own with the same
+order of bytes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -23,7 +30,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from fedstream.core.digest import DigestAlgorithm, algorithm_of, digest_of
+from fedstream.core.digest import DIGEST_PATTERN, DigestAlgorithm, algorithm_of, digest_of
 from fedstream.core.errors import LayoutMismatch
 
 Kind = Literal["parameter", "buffer", "control", "integer", "counter", "variable"]
@@ -64,6 +71,7 @@ class Layout:
     """
 
     tensors: tuple[Tensor, ...]
+    unshared: Unshared | None = None  # the module's other tensors; None: there are none
 
     def __post_init__(self) -> None:
         kinds = [_ORDER.index(tensor.kind) for tensor in self.tensors]
@@ -72,10 +80,27 @@ class Layout:
                 "a layout must list parameters, buffers, controls and integers (constant, "
                 "counters, variable) in this order"
             )
-        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+        if len({tensor.name for tensor in self.whole}) != len(self.whole):
             raise LayoutMismatch("a layout must name every tensor exactly once")
         if self.nbytes > LARGEST:
             raise LayoutMismatch(f"a layout of {self.nbytes} bytes; the limit is {LARGEST}")
+
+    @property
+    def whole(self) -> tuple[Tensor, ...]:
+        """All tensors, the unshared ones last."""
+        return self.tensors + (self.unshared.layout.tensors if self.unshared else ())
+
+    @property
+    def summary(self) -> str:
+        """The numbers of parameters and tensors, for people."""
+        said = f"{self.parameters} parameters in {len(self.tensors)} tensors"
+        if self.unshared is None:
+            return said
+        kinds = {"frozen": self.unshared.frozen, "local": self.unshared.of_devices}
+        for name, layout in kinds.items():
+            if layout.tensors:
+                said += f", {layout.parameters} {name} ones in {len(layout.tensors)}"
+        return said
 
     def _count(self, kind: Kind) -> int:
         return sum(tensor.count for tensor in self.tensors if tensor.kind == kind)
@@ -125,25 +150,41 @@ class Layout:
 
     @cached_property
     def signature(self) -> str:
-        """Digest of the layout: equal if and only if the layouts are equal."""
-        return digest_of(self.encode())
+        """Digest of the layout: equal if and only if the layouts are equal.
+
+        The values of unshared tensors don't count: a device takes the run's.
+        """
+        return digest_of(self._encoded(""))
 
     def with_controls(self) -> Layout:
         """The layout with a control variate for each parameter (SCAFFOLD's c)."""
         parameters = [t for t in self.tensors if t.kind == "parameter"]
         controls = [replace(t, name=f"control.{t.name}", kind="control") for t in parameters]
         tensors = (*self.without_controls().tensors, *controls)
-        return Layout(tuple(sorted(tensors, key=lambda tensor: _ORDER.index(tensor.kind))))
+        ordered = sorted(tensors, key=lambda tensor: _ORDER.index(tensor.kind))
+        return Layout(tuple(ordered), self.unshared)
 
     def without_controls(self) -> Layout:
         """The layout of the user's module alone."""
         if not self.controls:  # a shortcut: called for every model that is loaded
             return self
-        return Layout(tuple(t for t in self.tensors if t.kind != "control"))
+        return Layout(tuple(t for t in self.tensors if t.kind != "control"), self.unshared)
+
+    def with_values(self, values: Callable[[], Model]) -> Layout:
+        """The layout with the unshared tensors' values at hand; see :attr:`Unshared.values`."""
+        if self.unshared is None:
+            raise LayoutMismatch("this layout has no unshared tensors")
+        return replace(self, unshared=replace(self.unshared, values=values))
 
     def encode(self) -> bytes:
-        """The layout as msgpack; equal layouts give equal bytes."""
-        rows = [[t.name, list(t.shape), t.dtype, t.kind] for t in self.tensors]
+        """The layout as msgpack; equal layouts with equal unshared values give equal bytes."""
+        return self._encoded(self.unshared.digest if self.unshared else "")
+
+    def _encoded(self, digest: str) -> bytes:
+        rows: object = _rows(self.tensors)
+        if self.unshared is not None:
+            rows = {"tensors": rows, "unshared": _rows(self.unshared.layout.tensors)}
+            rows |= {"digest": digest, "local": list(self.unshared.local)}
         packed = msgpack.packb(rows)
         assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
         return packed
@@ -153,10 +194,50 @@ class Layout:
     def decode(cls, data: bytes) -> Layout:
         """Decode the bytes of :meth:`encode`. Raises LayoutMismatch if they are invalid."""
         try:
-            rows: Any = msgpack.unpackb(data)
-            return cls(tuple(_tensor(*row) for row in rows))
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            found: Any = msgpack.unpackb(data)
+            if isinstance(found, list):
+                return cls(tuple(_tensor(*row) for row in found))
+            rows, digest = found["unshared"], found["digest"]
+            if not isinstance(digest, str) or not re.fullmatch(DIGEST_PATTERN, digest):
+                raise ValueError("the unshared tensors have no digest")
+            unshared = Unshared(
+                cls(tuple(_tensor(*row) for row in rows)), tuple(found["local"]), digest
+            )
+            return cls(tuple(_tensor(*row) for row in found["tensors"]), unshared)
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise LayoutMismatch(f"not a layout: {error}") from error
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """Tensors of a module that no update and no version contains, and their values' digest."""
+
+    layout: Layout  # of these tensors alone
+    local: tuple[str, ...] = ()  # names of those that stay on the devices; the others are frozen
+    digest: str = field(default="", compare=False)  # of their values in version 0; '': of no run
+    values: Callable[[], Model] | None = field(default=None, compare=False, repr=False)
+    """Reads the values, where a process needs whole models; raises FedstreamError."""
+
+    @cached_property
+    def of_devices(self) -> Layout:
+        """The layout of the local tensors alone."""
+        return Layout(tuple(t for t in self.layout.tensors if t.name in self.local))
+
+    @cached_property
+    def frozen(self) -> Layout:
+        """The layout of the frozen tensors alone."""
+        return Layout(tuple(t for t in self.layout.tensors if t.name not in self.local))
+
+    def model(self) -> Model:
+        """The values. Raises LayoutMismatch if this process has not fetched them, and their
+        reader's errors."""
+        if self.values is None:
+            raise LayoutMismatch("the model's unshared tensors are not at hand: read them first")
+        return self.values()
+
+
+def _rows(tensors: tuple[Tensor, ...]) -> list[list[object]]:
+    return [[t.name, list(t.shape), t.dtype, t.kind] for t in tensors]
 
 
 def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
@@ -255,6 +336,10 @@ class Model(Payload):
         """The control variate (a view), as long as the parameters; empty but for SCAFFOLD."""
         return self.floats[self.layout.floats - self.layout.controls :]
 
+    def itself(self) -> Model:
+        """The model, as the values of a layout's unshared tensors."""
+        return self
+
     def copy(self) -> Model:
         """A copy of the model with its own buffer."""
         return Model(self.layout, self.buffer.copy())
@@ -263,18 +348,25 @@ class Model(Payload):
         """The module's tensors by name, in their shapes: views for float32 and int64, else copies.
 
         dtypes that numpy lacks (bfloat16) are returned as float32, the precision used for mixing.
+        Raises as :meth:`Unshared.model`.
         """
-        found: dict[str, npt.NDArray[Any]] = {}
-        at = {"float": 0, "integer": 0}
-        for tensor in self.layout.without_controls().tensors:
-            vector, which = (
-                (self.integers, "integer") if tensor.kind in OF_INTEGERS else (self.floats, "float")
-            )
-            values = vector[at[which] : at[which] + tensor.count].reshape(tensor.shape)
-            at[which] += tensor.count
+        unshared = self.layout.unshared
+        found: dict[str, npt.NDArray[Any]] = unshared.model().tensors() if unshared else {}
+        for tensor, values in self.flat():
             dtype = tensor.dtype if tensor.dtype != "bfloat16" else "float32"
-            found[tensor.name] = values.astype(dtype, copy=False)
+            found[tensor.name] = values.reshape(tensor.shape).astype(dtype, copy=False)
         return found
+
+    def flat(self) -> Iterator[tuple[Tensor, Floats | Integers]]:
+        """The module's shared tensors, each with its part of the vectors (a view)."""
+        floats, integers = self.floats, self.integers
+        for tensor in self.layout.without_controls().tensors:
+            if tensor.kind in OF_INTEGERS:
+                yield tensor, integers[: tensor.count]
+                integers = integers[tensor.count :]
+            else:
+                yield tensor, floats[: tensor.count]
+                floats = floats[tensor.count :]
 
 
 def vector_of(values: Floats) -> Model:

@@ -10,7 +10,7 @@ from typing import Literal, Self, TypedDict
 import msgpack
 
 from fedstream.core.errors import BrokerError
-from fedstream.core.layout import Layout
+from fedstream.core.layout import Layout, Unshared
 from fedstream.core.messages import (
     OUTCOMES,
     Encoded,
@@ -78,7 +78,7 @@ class Run:
         if layout is not None and layout != ours.signature:
             found.append(
                 f"its model's layout is {layout[:12]}, the run's is {ours.signature[:12]} "
-                f"({ours.parameters} parameters in {len(ours.tensors)} tensors)"
+                f"({ours.summary})"
             )
         if devices is not None and devices != self.devices:
             found.append(f"its data is split over {devices} devices, the run has {self.devices}")
@@ -220,6 +220,13 @@ class Head:
             else NO_QUARANTINES,
             encoded=_encoded(record),
         )
+
+
+def head_of(unshared: Unshared) -> Head:
+    """The values of unshared tensors, which are published like a version's model."""
+    encoded = Encoded("f32", unshared.layout.nbytes, unshared.digest)
+    blob = f"unshared-{unshared.digest}"
+    return Head(0, unshared.digest, blob, time=0.0, epoch=0, encoded=encoded)
 
 
 def _encoded(record: Mapping[str, bytes]) -> Encoded | None:

@@ -2,9 +2,11 @@
 
     device.json   the device's number, and the run, gateway and key that it is for
     models/       the newest model that was downloaded, not compressed, by its digest
+    unshared/     the run's frozen parameters, downloaded once, by their digest
     work          the workspace of a task whose training was interrupted
     update        an update on its way to the gateway, with its error feedback
     unsent        the error feedback of the last update that arrived
+    local         the values of local tensors after that update
 
 Files are replaced as a whole and begin with a checksum. A file damaged by a power cut counts as
 missing, because its content can be obtained again.
@@ -32,8 +34,8 @@ from fedstream.protocol.messages import BadBody, UpdateReport
 from fedstream.runtime.process import read_regular
 from fedstream.trainer.workspace import Workspace
 
-_IDENTITY, _WORK, _UPDATE, _UNSENT = "device.json", "work", "update", "unsent"
-_STATE = (_WORK, _UPDATE, _UNSENT)
+_IDENTITY, _WORK, _UPDATE, _UNSENT, _LOCAL = "device.json", "work", "update", "unsent", "local"
+_STATE = (_WORK, _UPDATE, _UNSENT, _LOCAL)
 _CHECKSUM = 8  # bytes
 
 
@@ -57,6 +59,7 @@ class FinishedUpdate:
     report: UpdateReport
     data: npt.NDArray[np.uint8]
     unsent: Floats | None  # its error feedback; None: a format without feedback
+    local: npt.NDArray[np.uint8] | None = None  # new values of local tensors; None: none to keep
 
 
 class DeviceFolder:
@@ -65,12 +68,14 @@ class DeviceFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.models = path / "models"
+        self.unshared = path / "unshared"
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
         """Make and lock the folder inside the block. Raises FedstreamError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.models.mkdir(exist_ok=True)
+        self.unshared.mkdir(exist_ok=True)
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
@@ -133,6 +138,10 @@ class DeviceFolder:
         unsent: Floats = np.frombuffer(data, "<f4")
         return unsent if np.isfinite(unsent).all() else None
 
+    def local(self) -> bytes:
+        """The values of local tensors; empty if missing or damaged."""
+        return self._sound(_LOCAL) or b""
+
     def update(self) -> FinishedUpdate | None:
         """The undelivered update of an earlier process; None if missing or damaged."""
         data = self._sound(_UPDATE)
@@ -140,7 +149,7 @@ class DeviceFolder:
             return None
         try:
             found: dict[str, Any] = msgpack.unpackb(data, max_bin_len=len(data))
-            unsent = found["unsent"]
+            unsent, local = found["unsent"], found.get("local")
             return FinishedUpdate(
                 found["task"],
                 found["attempt"],
@@ -148,6 +157,7 @@ class DeviceFolder:
                 UpdateReport.decode(found["report"]),
                 np.frombuffer(found["data"], np.uint8),
                 None if unsent is None else np.frombuffer(unsent, "<f4"),
+                None if local is None else np.frombuffer(local, np.uint8),
             )
         except (ValueError, KeyError, TypeError, msgpack.UnpackException, BadBody):
             return None  # of another release
@@ -161,19 +171,22 @@ class DeviceFolder:
             "report": update.report.encode(),
             "data": update.data.data,
             "unsent": None if update.unsent is None else update.unsent.view(np.uint8).data,
+            "local": None if update.local is None else update.local.data,
         }
         self._write_sound(_UPDATE, msgpack.packb(fields))
 
     def delivered(self, update: FinishedUpdate, *, known: bool, counts: bool) -> None:
-        """Delete an update, and store its error feedback.
+        """Delete an update, and store its error feedback and local values.
 
         ``known``: whether the update's outcome is known; if not, all feedback is deleted.
-        ``counts``: whether the update was admitted; if not, the earlier feedback stays.
+        ``counts``: whether the update was admitted; if not, earlier feedback and values stay.
         """
         if not known:
             (self.path / _UNSENT).unlink(missing_ok=True)
         elif counts and update.unsent is not None:
             self._write_sound(_UNSENT, update.unsent.view(np.uint8).data)
+        if counts and update.local is not None:
+            self._write_sound(_LOCAL, update.local.data)
         (self.path / _UPDATE).unlink(missing_ok=True)
 
     def _sound(self, name: str) -> bytes | None:

@@ -25,7 +25,7 @@ from fedstream.trainer.workspace import Start
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from fedstream.core.layout import Floats
+    from fedstream.core.layout import Floats, Layout
     from fedstream.device.folder import DeviceFolder
     from fedstream.protocol.messages import Offer
     from fedstream.trainer.learner import Learned, Learner
@@ -80,14 +80,17 @@ class LocalTraining:
         self._saves = True  # the task's training can be interrupted and resumed
         self._into = Model(learner.layout)
 
-    def interrupted(self, task: str) -> Start | None:
-        """Where training of this task was interrupted in an earlier process; None if it was not."""
+    def interrupted(self, task: str, layout: Layout) -> Start | None:
+        """Where training of this task was interrupted in an earlier process; None if it was not.
+
+        ``layout``: the run's.
+        """
         saved = self._folder.work()
         if saved is None:
             return None
         try:
             if saved.task == task:
-                return Start.resumed(saved, self._learner.layout)
+                return Start.resumed(saved, layout)
         except LayoutMismatch:
             pass
         self._folder.drop_work()

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
@@ -27,6 +28,7 @@ from fedstream.protocol.messages import CheckIn, Surrender, UpdateReport
 from fedstream.protocol.signatures import new_nonce
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.plugins import place_of, users_traceback
+from fedstream.trainer import local_values
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.solvers import Cancelled
 from fedstream.trainer.workspace import Start
@@ -81,6 +83,7 @@ class DeviceWorker:
         self._show = show
         self._once = once
         self._models = ModelStore(gateway, folder.models, say, show)
+        self._unshared = ModelStore(gateway, folder.unshared, say, show)
         self._rests = Backoff(0.5, _REST_S, rng=random.Random())
         self._seen: set[str] = set()  # places of reported errors
         self._raised_in_a_row = 0  # tasks
@@ -241,23 +244,41 @@ class DeviceWorker:
             format=offer.update.format,
         )
         return FinishedUpdate(
-            task.id, offer.attempt, offer.update.url, report, learned.update.buffer, learned.unsent
+            task.id,
+            offer.attempt,
+            offer.update.url,
+            report,
+            learned.update.buffer,
+            learned.unsent,
+            None if learned.local is None else learned.local.buffer,
         )
 
     async def _learned(
         self, offer: Offer, unsent: Floats | None, halt: Halt
     ) -> tuple[Start, Learned, float]:
         """Train from an earlier process's workspace, or else from the offered model."""
+        layout = await self._whole(offer)
+        local = local_values.of_bytes(self._folder.local(), layout)
         while True:
-            start = self._training.interrupted(offer.task.id) or await self._start(offer)
+            start = self._training.interrupted(offer.task.id, layout)
+            start = replace(start or await self._start(offer, layout), local=local)
             self._show(f"training task {offer.task.id} from version {start.version}")
             learned, lr = await self._training.learned(offer, start, unsent, halt)
             if learned is not None:
                 return start, learned, lr
 
-    async def _start(self, offer: Offer) -> Start:
-        model = await self._models.model(offer.model, self._layout)
+    async def _start(self, offer: Offer, layout: Layout) -> Start:
+        model = await self._models.model(offer.model, layout)
         return Start(offer.model.version, offer.model.digest, model)
+
+    async def _whole(self, offer: Offer) -> Layout:
+        """The layout with the run's unshared values, downloaded for the first task."""
+        unshared, offered = self._layout.unshared, offer.unshared
+        if unshared is not None and offered is not None and unshared.digest != offered.digest:
+            values = await self._unshared.model(offered, unshared.layout)
+            unshared = replace(unshared, digest=offered.digest, values=values.itself)
+            self._layout = replace(self._layout, unshared=unshared)
+        return self._layout
 
     async def _check_layout(self, offer: Offer) -> None:
         """Raise LayoutMismatch, with the task given up, if the run has another model."""
@@ -265,9 +286,8 @@ class DeviceWorker:
             return
         await self._give_up(offer, "raised LayoutMismatch")
         raise LayoutMismatch(
-            f"the model of this device's task has {self._layout.parameters} parameters in "
-            f"{len(self._layout.tensors)} tensors, and the run's model is another: name the task "
-            "(--task) that the run was made with"
+            f"the model of this device's task has {self._layout.summary}, and the run's model is "
+            "another: name the task (--task) that the run was made with"
         )
 
     async def _device_time(self, seconds: float, halt: Halt) -> None:

@@ -27,7 +27,7 @@ def state_dict(model: Model) -> dict[str, Tensor]:
     values = model.tensors()
     return {
         one.name: torch.tensor(values[one.name], dtype=getattr(torch, one.dtype))
-        for one in model.layout.without_controls().tensors
+        for one in model.layout.without_controls().whole
     }
 
 

@@ -25,6 +25,7 @@ To read a journal, open it and follow its segments up to their cuts:
 For its models, use :class:`fedstream.journal.replay.Replayer`. The modules, bottom up:
 
     frames, records              the format: a record's bytes, and their messages
+    unshared                     the values of frozen parameters, beside the segments
     segment, chain               reading a segment, and the segments of a journal
     record_batches               reading many records at once
     claims, writer               the right to write, and writing a segment

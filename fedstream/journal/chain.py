@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fedstream.journal import unshared
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError
 from fedstream.journal.records import SUFFIX, EntryRecord
 from fedstream.journal.segment import Cut, Record, Segment
@@ -104,9 +105,9 @@ def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """The bytes of all segments in a folder, counted or not."""
+    """The bytes of all segments in a folder, counted or not, and of the unshared values."""
     total = 0
-    for file in folder.glob(f"*{SUFFIX}"):
+    for file in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{unshared.SUFFIX}")):
         with suppress(FileNotFoundError):  # retention may delete it meanwhile
             total += file.stat().st_size
     return total

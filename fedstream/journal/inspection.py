@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from fedstream.core.digest import algorithm_of
 from fedstream.core.layout import Model
+from fedstream.journal import unshared
 from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
 from fedstream.journal.errors import Diverged, JournalError, NotRecorded
 from fedstream.journal.rebuild import Rebuild
@@ -168,6 +169,8 @@ def verify(
 def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
     """Fill in the verdict; return the digest at the segment's end. Raises JournalError."""
     digest = segment.standing.digest
+    if (frozen := segment.layout.unshared) is not None:
+        unshared.read(segment.path.parent, frozen.digest, frozen.layout)
     for move in moves(segment, cut, models=models, read=read):
         message = move.message
         verdict.bytes = move.record.end

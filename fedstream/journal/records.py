@@ -22,8 +22,9 @@ VECTORS = "device vectors"  # needed to read a segment that has any
 QUARANTINES = "quarantines"  # needed to read a segment that may have any
 WIRE_FORMATS = "wire formats"  # needed to read a segment that may have encoded updates
 DROPPED_ROUNDS = "dropped rounds"  # needed to read a segment that may have any
+UNSHARED = "unshared tensors"  # needed to read a segment whose layout has any
 # The needs that this release can meet.
-KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS})
+KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS, UNSHARED})
 
 _YEAR_9999 = 253_402_300_799.0
 

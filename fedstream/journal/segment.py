@@ -24,6 +24,7 @@ from fedstream.core.errors import BadMessage, LayoutMismatch
 from fedstream.core.formats import most_bytes
 from fedstream.core.layout import PAGE, Layout, Payload
 from fedstream.core.messages import Message, decode
+from fedstream.journal import unshared
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.frames import (
     BEGINNING,
@@ -191,9 +192,10 @@ class Segment:
 
     def _layout(self) -> Layout:
         try:
-            return Layout.decode(self.head.layout)
+            layout = Layout.decode(self.head.layout)
         except LayoutMismatch as error:
             raise JournalDamaged(f"{self.path}: {error}") from error
+        return unshared.stored(self.path.parent, layout)
 
     @property
     def follows(self) -> Cut | None:

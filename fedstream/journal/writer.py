@@ -17,8 +17,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from fedstream.core.errors import Fenced
-from fedstream.core.layout import PAGE, Payload, vector_of
+from fedstream.core.layout import PAGE, Model, Payload, vector_of
 from fedstream.core.messages import Message
+from fedstream.journal import unshared
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, LONGEST, file_page, filled, packed
 from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
@@ -41,13 +42,14 @@ class Writer:
         folder: Path,
         head: SegmentHead,
         standing: Standing,
-        *models: Payload,
+        *models: Model,
         vectors: DeviceVectors | None = None,
         cached: bool = False,
     ) -> None:
         """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
 
-        ``vectors``: those of the devices in the standing's field ``here`` are written too.
+        ``vectors``: those of the devices in the standing's field ``here`` are written too. The
+        unshared values of the models' layout are written first, if the folder lacks them.
         ``cached``: write through the system's cache.
         """
         self.path = folder / name_of(head.epoch, head.number)
@@ -60,6 +62,9 @@ class Writer:
         aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         try:
             made_folder(folder)
+            if (frozen := models[0].layout.unshared) is not None:
+                unshared.keep(folder, frozen)
+                sync_folder(folder)
             self._file = _opened(aside, cached)
         except OSError as error:
             raise translated(aside, error) from error

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from fedstream.broker.client import Client
-from fedstream.broker.published import as_given, read_newest
+from fedstream.broker.published import as_given, read_newest, with_unshared
 from fedstream.core.errors import DataError, FedstreamError, NoRun
 from fedstream.core.layout import Model
 from fedstream.core.records import Tally
@@ -33,7 +33,7 @@ async def last_state(
     try:
         await observer.catch_up()
         view = await observer.look()
-        model = Model(view.run.layout)
+        model = Model(await with_unshared(client, observer.keys, view.run.layout))
         await read_newest(client, observer.keys, view.head, model)
     except NoRun:
         return view, None

@@ -53,6 +53,7 @@ from fedstream.runtime.process import Stop
 from fedstream.settings import run_toml
 from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG
+from fedstream.settings.services import described
 
 _BLOCK_STOPPING_MS = 50  # shorter, so as not to delay the end of the last service
 _GUESTS_S = 6.0  # a few heartbeats, for trainers from other terminals to leave
@@ -441,6 +442,7 @@ def _header(
     return {
         "run": f"{settings.run.name}: {goal}",
         "task": f"{settings.task.name}, {subject.devices} devices",
+        "model": described(settings, subject.module),
         "strategy": settings.strategy.name,
         "services": "coordinator, scheduler, updater, evaluator, "
         + request.who_trains

@@ -36,6 +36,8 @@ from fedstream.trainer.task import declared_goals
 from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fedstream.core.layout import Model
     from fedstream.runtime.http import HttpSettings
     from fedstream.trainer.task import Task, TaskSettings
@@ -102,6 +104,22 @@ def devices_of(settings: Settings, task: Task) -> int:
             "devices (task.devices): no round would ever get that many answers"
         )
     return devices
+
+
+def described(settings: Settings, module: nn.Module) -> str:
+    """The parts of a task's model, and the bytes of an update, for people."""
+    from fedstream.trainer.vector import layout_of
+
+    layout = layout_of(module)
+    parts = f"{layout.parameters:,} parameters trained"
+    if layout.unshared is not None:
+        for name, some in (
+            ("frozen", layout.unshared.frozen),
+            ("local", layout.unshared.of_devices),
+        ):
+            parts += f", {some.floats:,} {name}" if some.tensors else ""
+    sent = layout.with_controls() if settings.rule.build().controls else layout
+    return f"{parts}; an update has {settings.wire.of_updates.sizes(sent)[1]:,} bytes"
 
 
 def _check_steps(settings: Settings, task: Task) -> None:

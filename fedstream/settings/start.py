@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedstream.core.errors import ConfigError
-from fedstream.core.layout import OF_INTEGERS, Layout, Model, Tensor
+from fedstream.core.layout import OF_INTEGERS, Floats, Integers, Layout, Model, Tensor
 from fedstream.journal import JournalError, newest_version, opened
 from fedstream.journal.inspection import model_at
 from fedstream.runtime.plugins import NotTrusted
 from fedstream.runtime.process import open_regular
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fedstream.trainer.task import Task
 
 _FILE = ".safetensors"
@@ -68,16 +66,18 @@ def first_model(
     where = f"run.start = {start!r} (--from)"
     parsed = StartingPoint.parsed(start)
     if parsed.path.suffix == _FILE:
-        said = f"{parsed.path.name} {_load_file(parsed.path, model, where)}"
+        model = _of_file(parsed.path, task, model, where)
+        said = f"{parsed.path.name} {_digest(model)}"
     else:
-        said = _load_version(parsed, model, where)
-    if not np.isfinite(model.floats).all():
+        model, said = _of_version(parsed, model, where)
+    frozen = model.layout.unshared.model().floats if model.layout.unshared else ()
+    if not (np.isfinite(model.floats).all() and np.isfinite(frozen).all()):
         raise ConfigError(f"{where}: the model has values that are not finite: choose another one")
     return model, said
 
 
-def _load_version(start: StartingPoint, into: Model, where: str) -> str:
-    """Take over a version from a journal; return its run's name, version and digest."""
+def _of_version(start: StartingPoint, ours: Model, where: str) -> tuple[Model, str]:
+    """A journal's version as a model like ``ours``; and its run's name, version and digest."""
     try:
         with opened(start.path) as chain:
             oldest, newest = chain[0].standing.version, newest_version(chain)
@@ -88,13 +88,10 @@ def _load_version(start: StartingPoint, into: Model, where: str) -> str:
                 )
             head = chain[-1].head
             theirs = Layout.decode(head.layout).without_controls()
-            _check(
-                theirs.tensors,
-                into.layout,
-                where,
-                hint=f" (that run trained the task {head.task!r})",
-            )
+            hint = f" (that run trained the task {head.task!r})"
+            _check(theirs.whole, ours.layout, where, hint=hint)
             found, digest = model_at(chain, version)
+            values = _flat(found)
     except NotTrusted as error:
         raise ConfigError(
             f"{where}: that run's own strategy is needed to rebuild the version, and loading it "
@@ -104,13 +101,11 @@ def _load_version(start: StartingPoint, into: Model, where: str) -> str:
         ) from error
     except JournalError as error:
         raise ConfigError(f"{where}: {error}") from error
-    into.parameters[:], into.buffers[:] = found.parameters, found.buffers
-    into.integers[:] = found.integers
-    return f"{head.run}@{version} {digest}"
+    return _filled(ours, values), f"{head.run}@{version} {digest}"
 
 
-def _load_file(path: Path, into: Model, where: str) -> str:
-    """Take over the tensors of a safetensors file; return the model's digest."""
+def _of_file(path: Path, task: Task, ours: Model, where: str) -> Model:
+    """The tensors of a safetensors file as a model like ``ours``."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -121,31 +116,56 @@ def _load_file(path: Path, into: Model, where: str) -> str:
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error  # safetensors' OSErrors have none
         raise ConfigError(f"{where}: cannot be read: {why}") from error
-    layout = into.layout.without_controls()
-    theirs = []
-    for tensor in layout.tensors:
-        if (values := found.get(tensor.name)) is None:
+    theirs, values = [], {}
+    for tensor in ours.layout.without_controls().whole:
+        if (one := found.get(tensor.name)) is None:
             continue
-        dtype = str(values.dtype).removeprefix("torch.")
-        theirs.append(Tensor(tensor.name, tuple(values.shape), dtype, tensor.kind))
-    _check(theirs, layout, where)
-    taken = Model(layout)
-    floats, integers = taken.floats, taken.integers
-    for tensor in layout.tensors:
-        vector: NDArray[np.float32] | NDArray[np.int64]
-        if tensor.kind in OF_INTEGERS:
-            vector, integers = integers[: tensor.count], integers[tensor.count :]
-        else:
-            vector, floats = floats[: tensor.count], floats[tensor.count :]
-        vector[:] = found[tensor.name].to(torch.from_numpy(vector).dtype).flatten().numpy()
-    into.parameters[:], into.buffers[:] = taken.parameters, taken.buffers
-    into.integers[:] = taken.integers
-    return taken.digest()
+        dtype = str(one.dtype).removeprefix("torch.")
+        theirs.append(Tensor(tensor.name, tuple(one.shape), dtype, tensor.kind))
+        is_integer = tensor.kind in OF_INTEGERS
+        flat = one.to(torch.int64 if is_integer else torch.float32).flatten().numpy()
+        values[tensor.name] = flat
+    _check(theirs, ours.layout, where)
+    if more := [name for name in found if name not in values]:
+        with torch.random.fork_rng(devices=[]):
+            named = task.model().state_dict()  # with every name of a tied tensor
+        if foreign := [name for name in more if name not in named]:
+            raise _foreign(f"{where} does not fit the task's model", foreign[0])
+    return _filled(ours, values)
+
+
+def _digest(model: Model) -> str:
+    """The digest of a model without its controls."""
+    plain = Model(model.layout.without_controls())
+    plain.parameters[:], plain.buffers[:] = model.parameters, model.buffers
+    plain.integers[:] = model.integers
+    return plain.digest()
+
+
+def _flat(model: Model) -> dict[str, Floats | Integers]:
+    """A model's tensors as flat vectors, by name, with the unshared ones."""
+    models = [model] if model.layout.unshared is None else [model, model.layout.unshared.model()]
+    return {tensor.name: values for one in models for tensor, values in one.flat()}
+
+
+def _filled(ours: Model, values: Mapping[str, Floats | Integers]) -> Model:
+    """A model like ``ours`` with these values; the controls stay."""
+    layout, unshared = ours.layout, ours.layout.unshared
+    if unshared is not None:
+        frozen = Model(unshared.layout)
+        for tensor, vector in frozen.flat():
+            vector[:] = values[tensor.name]
+        whole = replace(unshared, digest=frozen.digest(), values=frozen.itself)
+        layout = replace(layout, unshared=whole)
+    model = Model(layout, ours.buffer)
+    for tensor, vector in model.flat():
+        vector[:] = values[tensor.name]
+    return model
 
 
 def _check(there: Iterable[Tensor], layout: Layout, where: str, *, hint: str = "") -> None:
     """Raise ConfigError, naming the first tensor that differs from the task's model."""
-    theirs, ours = ({t.name: t for t in tensors} for tensors in (there, layout.tensors))
+    theirs, ours = ({t.name: t for t in tensors} for tensors in (there, layout.whole))
     for name, tensor in ours.items():
         if tensor.kind != "control" and theirs.get(name) != tensor:
             has = _described(theirs[name]) if name in theirs else "missing"
@@ -154,10 +174,11 @@ def _check(there: Iterable[Tensor], layout: Layout, where: str, *, hint: str = "
                 f"{_described(tensor)} in the task"
             )
     if more := [name for name in theirs if name not in ours]:
-        raise ConfigError(
-            f"{where} does not fit the task's model{hint}: it also has {more[0]}, which the task "
-            "lacks"
-        )
+        raise _foreign(f"{where} does not fit the task's model{hint}", more[0])
+
+
+def _foreign(what: str, name: str) -> ConfigError:
+    return ConfigError(f"{what}: it also has {name}, which the task lacks")
 
 
 def _described(tensor: Tensor) -> str:

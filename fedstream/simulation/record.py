@@ -13,7 +13,7 @@ from fedstream.coordinator.rounds import Rounds
 from fedstream.core.messages import Outcome, Upload
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
-from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, UNSHARED, WIRE_FORMATS
 from fedstream.settings.plugin_sources import part_sources
 from fedstream.strategies import sources_of
 
@@ -62,6 +62,8 @@ class SimulationRecorder:
         needs = [] if settings.wire.of_updates.is_plain else [WIRE_FORMATS]
         if isinstance(settings.policy, Rounds) and settings.policy.too_few == "drop":
             needs.append(DROPPED_ROUNDS)
+        if progress.state.model.layout.unshared is not None:
+            needs.append(UNSHARED)
         head = SegmentHead(
             needs=tuple(sorted(needs)),
             epoch=1,

@@ -41,9 +41,10 @@ from fedstream.journal import FOLDER
 from fedstream.runtime.config import dump
 from fedstream.runtime.process import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
+from fedstream.settings.dry_step import try_model
 from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG, SUMMARY
-from fedstream.settings.services import check_used, task_of
+from fedstream.settings.services import check_used, described, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.sinks.service import DirectSinks
 from fedstream.sinks.settings import flat, named, parameters
@@ -76,13 +77,20 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     with Stop() as stop:
         stop.at_once = partial(console(err=True).show_cursor, True)
         with _progress(settings.run.versions, quiet=quiet) as show:
+
+            def shown(made: VersionMade) -> None:
+                if not quiet and not made.version:
+                    model = described(settings, try_model(settings, task))
+                    line(f"model      {model}", err=True)
+                show(made)
+
             outcome, numbers, files = simulate_into(
                 out,
                 settings,
                 task,
                 journal=journal,
                 picture=True,
-                show=show,
+                show=shown,
                 cancelled=lambda: stop.name is not None,
             )
     if not quiet:

@@ -80,6 +80,7 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
         and not getattr(solver, "nesterov", False)
         and not list(module.buffers())
         and all(x.requires_grad and x.dtype == torch.float32 for x in parameters)
+        and not task.local
         and 0 < sum(x.numel() for x in parameters) <= _PARAMETERS
         and not any(isinstance(part, _UNSUITED) for part in module.modules())
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from fedstream.core.errors import DataError, FedstreamError
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.simulation import stacked
-from fedstream.trainer import vector
+from fedstream.trainer import local_values, vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.descent import channels_last
 from fedstream.trainer.evaluator import device_metrics, spread
@@ -76,6 +77,7 @@ class Training:
         self._strategy = strategy
         self._cancelled = cancelled
         self._data: dict[int, Dataset[Any]] = {}
+        self._local: dict[int, Model] = {}  # by device, once it has trained
         self._group: stacked.StackedTraining | None = None
         self._channels_last = False
         if simulation.batched and _faster_channels_last(task, self.module):
@@ -158,14 +160,27 @@ class Training:
             self._channels_last = False  # if the error had another cause, it is raised again
             return self._solve(job, work)
 
+    def put_local(self, device: int, x_0: Model) -> None:
+        """Put the device's values of local tensors into the module; if it has none, those of x_0.
+
+        ``x_0``: any version, as its layout has them.
+        """
+        unshared = x_0.layout.unshared
+        if unshared is not None and unshared.local:
+            vector.load_part(self._local.get(device, unshared.model()), self.module)
+
     def _solve(self, job: Job, work: Work) -> Trained:
         vector.load(job.base, self.module)
         device = job.arrival.device
+        self.put_local(device, job.base)
         with blamed(f"device {device} at version {job.version}"):
             with self._layout():
                 trained = self._task.train(self.module, self.data(device), work)
             vector.read(self.module, job.into)
-            return self._as_sent(job, trained)
+            sent = self._as_sent(job, trained)
+        if (values := local_values.read(self.module, job.base.layout)) is not None:
+            self._local[device] = values
+        return sent
 
     def _as_sent(self, job: Job, trained: Trained) -> Trained:
         return as_sent(
@@ -225,7 +240,11 @@ class Measuring:
             last = last or bool(self.stopping.why(metrics, version))
             if when == "always" or (when == "last" and last):
                 self.per_device = device_metrics(
-                    self._task, self._training.module, self._devices, self._place
+                    self._task,
+                    self._training.module,
+                    self._devices,
+                    self._place,
+                    prepare=partial(self._training.put_local, x_0=model),
                 )
                 metrics |= spread(self.per_device, self._task.goal)
         return metrics

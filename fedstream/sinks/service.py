@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.broker.published import as_given, read_newest
+from fedstream.broker.published import as_given, read_newest, with_unshared
 from fedstream.broker.streams import Entry, Reader
 from fedstream.core.errors import BadMessage, BlobMissing, ConfigError, FedstreamError, NoRun
 from fedstream.core.layout import Model
@@ -292,9 +292,10 @@ class Tracking:
         self._log.info("complete", version=head.version)
 
     async def _model(self, run: Run, head: Head) -> Model | None:
-        model = Model(run.layout)
+        keys = self._ledger.keys
+        model = Model(await with_unshared(self._client, keys, run.layout))
         try:
-            await read_newest(self._client, self._ledger.keys, head, model)
+            await read_newest(self._client, keys, head, model)
         except BlobMissing as error:
             self._log.warning("the final model could not be read", reason=str(error))
             return None

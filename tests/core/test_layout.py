@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from mmap import mmap
 
 import msgpack
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.core.errors import LayoutMismatch
-from fedstream.core.layout import PAGE, Layout, Model, Tensor
+from fedstream.core.layout import PAGE, Layout, Model, Tensor, Unshared
+from tests.support import layout_of
 
 BATCH_NORM = Layout(
     (
@@ -175,3 +177,28 @@ def test_junk_is_a_mismatch_or_a_layout_that_round_trips(junk: bytes) -> None:
         layout = Layout.decode(junk)
         assert layout.nbytes >= 0
         assert Layout.decode(layout.encode()) == layout
+
+
+def test_values_of_unshared_tensors_are_named_but_do_not_count() -> None:
+    """Two runs whose frozen values differ have the same layout, which a device compares."""
+    shared, frozen = layout_of(3), Layout((Tensor("base", (2, 2), "float32", "parameter"),))
+    one, other = (replace(shared, unshared=Unshared(frozen, (), digit * 64)) for digit in "ab")
+    again = Layout.decode(one.encode())
+    assert again == one == other
+    assert again.unshared is not None
+    assert (again.unshared.digest, again.nbytes) == ("a" * 64, shared.nbytes)
+    assert one.signature == other.signature != shared.signature
+    assert one.encode() != other.encode()
+    assert one.with_controls().unshared == one.unshared
+    assert one.with_controls().without_controls() == one
+
+
+@pytest.mark.parametrize("change", [{"digest": "short"}, {"digest": 3}, {"unshared": [["x"]]}])
+def test_invalid_unshared_tensors_are_refused(change: dict[str, object]) -> None:
+    rows = [["base", [2], "float32", "parameter"]]
+    found = {"tensors": [], "unshared": rows, "digest": "a" * 64, "local": []}
+    assert Layout.decode(msgpack.packb(found)).unshared is not None
+    with pytest.raises(LayoutMismatch, match="not a layout"):
+        Layout.decode(msgpack.packb(found | change))
+    with pytest.raises(LayoutMismatch, match="exactly once"):
+        Layout.decode(msgpack.packb(found | {"tensors": rows}))

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from fedstream.core import changes, compressed
 from fedstream.core.digest import DigestAlgorithm, digest_of
-from fedstream.core.formats import Format, format_of
+from fedstream.core.formats import F32, Format, format_of
 from fedstream.core.given import GivenModel, given
 from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Sends
@@ -149,7 +149,16 @@ class FakeGateway:
         if since is not None:
             changed = f"{url}/changes/{since.model.digest}"
             self.changes[changed] = self._change(since.model, found.digest)
-        attempt = secrets.token_hex(6)
+        attempt, unshared = secrets.token_hex(6), None
+        if model.layout.unshared is not None:
+            values = self.publish(model.layout.unshared.model(), 0, F32, "model")
+            unshared = OfferedModel(
+                version=0,
+                digest=values.digest,
+                size=values.payload.buffer.nbytes,
+                format="f32",
+                url=f"/v1/models/{values.digest}",
+            )
         made = Offer(
             task=OfferedTask(id=task, device=device, seed=5, **(length or {"steps": 3})),  # type: ignore[arg-type]
             attempt=attempt,
@@ -161,6 +170,7 @@ class FakeGateway:
                 url=url,
                 changes=changed,
             ),
+            unshared=unshared,
             update=ExpectedUpdate(
                 url=f"/v1/tasks/{task}/updates/{attempt}",
                 sends=sends,

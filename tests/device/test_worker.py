@@ -21,12 +21,13 @@ from fedstream.protocol.messages import Advice, Receipt
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
 from fedstream.trainer.learner import Learner
 from fedstream.trainer.solvers import Work
+from fedstream.trainer.task import initial
 from fedstream.trainer.workspace import Start
 from tests.device.conftest import Options
 from tests.device.fake import FakeGateway
 from tests.support import wait_until
 from tests.trainer.adding import Adds
-from tests.trainer.stepping import SGD, Steps
+from tests.trainer.stepping import SGD, Adapted, Steps
 
 
 def nothing(_what: str) -> None:
@@ -80,6 +81,25 @@ async def test_second_start_needs_no_invite_and_no_second_download(
     asked = [(one.eligible, one.has) for one in gateway.check_ins]
     # Each time it says that it wants no more tasks when it ends.
     assert asked == [(True, None), (False, None), (True, model.digest()), (False, None)]
+
+
+async def test_frozen_parameters_are_downloaded_once(
+    gateway: FakeGateway, options: Options, tmp_path: Path
+) -> None:
+    """By all processes of a device, which draw another base each, and train from the run's."""
+    task = Adapted()
+    model = initial(task, 1)
+    gateway.layout, unshared = model.layout, model.layout.unshared
+    assert unshared is not None
+    for number, invite in enumerate((gateway.invite(7), None)):
+        offer = gateway.offer(model, task=f"task-{number}")
+        await run_device(options(load=lambda: task, invite=invite), nothing, nothing)
+        sent = bytes(gateway.sent[offer.attempt].data)
+        assert len(sent) == model.layout.nbytes
+        assert sent == trained(task, model, name=f"task-{number}").buffer.tobytes()
+    assert gateway.asked.count(f"GET /v1/models/{unshared.digest}") == 1
+    [file] = (tmp_path / "state" / "unshared").iterdir()
+    assert file.read_bytes() == unshared.model().buffer.tobytes()
 
 
 async def test_gateway_that_forgot_the_device_takes_a_new_invite(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.command import BLOBS, TEST_GUARD_S, Command, held, wait_until
+from tests.journal.test_unshared import recorded
 from tests.k8s.manifests import K8S, ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -226,3 +227,15 @@ def test_the_copy_to_restore_can_be_named(volumes: Volumes) -> None:
     assert f"no copy 20200101T000000Z in {volumes.copies}; there are: {first.name}" in said
     volumes.job("restore", BACKUP=first.name)
     assert segments(volumes.journal) == segments(first)
+
+
+def test_frozen_parameters_are_copied_and_put_back(tmp_path: Path, quick_programs: Path) -> None:
+    recorded(tmp_path / "journal")
+    volumes = Volumes(tmp_path / "journal", tmp_path / "copies", quick_programs)
+    names = sorted(one.name for one in volumes.journal.iterdir())
+    assert len(names) == 2
+    [copy] = [volumes.backup(), volumes.backup()][1:]
+    assert sorted(one.name for one in copy.iterdir()) == names
+    shutil.rmtree(volumes.journal)
+    volumes.job("restore")
+    assert sorted(one.name for one in volumes.journal.iterdir()) == names

@@ -45,6 +45,14 @@ OFFER: dict[str, Any] = {
         "url": f"/v1/models/{DIGEST}",
         "changes": None,
     },
+    "unshared": {
+        "version": 0,
+        "digest": DIGEST,
+        "size": 4000,
+        "format": "f32",
+        "url": f"/v1/models/{DIGEST}",
+        "changes": None,
+    },
     "update": {
         "url": "/v1/tasks/t/updates/0123456789ab",
         "sends": "delta",

@@ -73,6 +73,15 @@ class Steps(Task):
         return self.steps == self.hold
 
 
+class Adapted(Steps):
+    """The same with a frozen first layer, of which every process draws another one."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("0").requires_grad_(requires_grad=False)
+        return model
+
+
 def work_of(solver: SolverSettings, **more: Any) -> Work:
     """One step of device 3, unless ``more`` asks for another piece of work."""
     asked: dict[str, Any] = {

@@ -120,7 +120,7 @@ async def answered(hand: Hand, kept: Feedback, unsent: Floats, *, again: bool = 
     said = []
     for _ in range(2 if again else 1):
         keys = await kept.stage(3, upload.attempt, unsent)
-        said.append(await hand.outbox.answer(hand.keys.tasks, entry, upload, feedback=keys))
+        said.append(await hand.outbox.answer(hand.keys.tasks, entry, upload, renamed=keys))
     kept.answered(3, unsent, said="said" in said)
     return said
 
@@ -147,7 +147,7 @@ async def test_attempt_that_lost_its_lease_leaves_it_as_it_was(hand: Hand, life:
     upload = await hand.trained(hand.trigger(device=3))
     stale = Entry("0-1", b"")
     keys = await kept.stage(3, upload.attempt, 2 * UNSENT)
-    assert await hand.outbox.answer(hand.keys.tasks, stale, upload, feedback=keys) == "over"
+    assert await hand.outbox.answer(hand.keys.tasks, stale, upload, renamed=keys) == "over"
     found = await kept.of(3)
     assert found is not None
     assert found.tolist() == UNSENT.tolist()

@@ -14,11 +14,15 @@ from fedstream.core.formats import format_of
 from fedstream.core.given import given, room_for
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Encoded, Upload, Version
-from fedstream.core.records import Commit
+from fedstream.core.records import Commit, head_of
+from fedstream.trainer.learner import Learner
+from fedstream.trainer.solvers import Work
+from fedstream.trainer.task import initial
 from fedstream.trainer.vector import layout_of
+from fedstream.trainer.workspace import Start
 from tests.support import Hand, context, model_of, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
-from tests.trainer.stepping import content
+from tests.trainer.stepping import SGD, Adapted, content
 
 
 async def test_model_is_read_once_per_version(hand: Hand, make: Make, task: Adds) -> None:
@@ -148,3 +152,27 @@ async def test_partially_read_model_is_never_trained_on(
     assert isinstance(upload, Upload)
     trained = await content(hand, upload)
     assert (upload.tau, set(trained.floats.tolist())) == (2, {1.0})
+
+
+async def test_trainer_takes_the_runs_frozen_parameters(hand: Hand, make: Make) -> None:
+    """Its own base is another one; the update contains neither."""
+    task = Adapted()
+    model = initial(task, 1)
+    hand.layout, unshared = model.layout, model.layout.unshared
+    trainer = make(task=task)
+    hand.layout = model.layout
+    assert unshared is not None
+    await hand.create()
+    async with running(trainer, context()):
+        await hand.open(steps=3, epochs=None)
+        await wait_until(lambda: trainer._run is None)
+        head = head_of(unshared)
+        key = hand.keys.model(head.blob)
+        await blobs.write(hand.client, key, unshared.model(), expire_s=60, encoded=head.encoded)
+        [answer] = await answers(hand)
+    assert isinstance(answer, Upload)
+    assert answer.size == model.layout.nbytes
+    start, into = model_of(model.layout), Model(model.layout)
+    work = Work(answer.device, answer.task, 0, answer.seed or 0, 3, None, SGD, lambda: False)
+    Learner(lambda: task, 1, "cpu").train(Start(0, start.digest(), start), work, into, "model")
+    assert answer.digest == into.digest()

@@ -113,7 +113,7 @@ async def test_trainer_with_another_model_exits_with_an_error(hand: Hand, make: 
     await hand.create()
     hand.layout = layout_of(Point(5))
     other = make(task=Adds(5))
-    with pytest.raises(LayoutMismatch, match=r"5 parameters in 1 tensors, but run .* 4 in 1"):
+    with pytest.raises(LayoutMismatch, match=r"has 5 parameters in 1 tensors, but run .* 4 param"):
         await asyncio.wait_for(other.run(context()), 60)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.core.errors import LayoutMismatch
+from fedstream.core.errors import ConfigError, LayoutMismatch
 from fedstream.core.layout import Model
-from fedstream.trainer.task import Task, initial
+from fedstream.trainer.task import Task, initial, untrained
 from fedstream.trainer.vector import layout_of, load, read, to_delta
 
 
@@ -145,3 +145,75 @@ def test_delta_covers_only_parameters_relative_to_the_base() -> None:
     assert set(x_new.parameters) == {3.0}
     assert set(x_new.buffers) == {5.0}
     assert set(x_new.integers) == {5}
+
+
+class Adapted(Task):
+    """A frozen base with tied weights, and a head; ``head``: whether that is trained."""
+
+    def __init__(self, *, head: bool = True) -> None:
+        self._head = head
+
+    def model(self) -> nn.Module:
+        base = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5))
+        base[1].weight = base[0].weight
+        head = nn.Linear(5, 2)
+        whole = nn.ModuleDict({"base": base, "head": head})
+        whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
+        for part in (base, *([] if self._head else [head])):
+            part.requires_grad_(requires_grad=False)
+        return whole
+
+    def device_data(self, device: int) -> TensorDataset:
+        raise AssertionError("an initial model needs no data")
+
+
+def test_frozen_parameters_are_unshared_and_buffers_are_not() -> None:
+    layout = layout_of(Adapted().model())
+    assert layout.unshared is not None
+    assert [tensor.name for tensor in layout.tensors] == [
+        "head.weight",
+        "head.bias",
+        "base.2.running_mean",
+        "base.2.running_var",
+        "base.2.num_batches_tracked",
+    ]
+    assert [(tensor.name, tensor.kind) for tensor in layout.unshared.layout.tensors] == [
+        ("base.0.weight", "parameter"),
+        ("base.2.weight", "parameter"),
+        ("base.2.bias", "parameter"),
+        ("table", "integer"),
+    ]
+
+
+def test_model_brings_its_runs_frozen_values_along() -> None:
+    """Whatever base the loading process has drawn for itself."""
+    x = initial(Adapted(), 1)
+    module = initial_module(2)
+    load(x, module)
+    for name, tensor in initial_module(1).state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+        if name in x.tensors():
+            assert x.tensors()[name].tolist() == tensor.tolist()
+    with pytest.raises(LayoutMismatch, match="unshared tensors are not at hand: read them first"):
+        load(Model(type(x.layout).decode(x.layout.encode())), module)
+
+
+def initial_module(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return untrained(Adapted())
+
+
+def test_training_may_freeze_a_shared_parameter_for_a_while() -> None:
+    x, module = initial(Adapted(), 1), initial_module(1)
+    module.get_submodule("head").requires_grad_(requires_grad=False)
+    again = Model(x.layout)
+    read(module, again)
+    assert again.digest() == x.digest()
+
+
+def test_model_without_a_trained_parameter_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\(\): all 6 parameters are frozen or local, such as base.0.w"
+    ):
+        untrained(Adapted(head=False))

@@ -17,6 +17,10 @@ segments() { # the newest first
   ls -r "$1" 2>/dev/null | grep '\.journal$' || true
 }
 
+frozen() { # the values of frozen parameters: written before the first segment, and never deleted
+  ls "$1" 2>/dev/null | grep '\.unshared$' || true
+}
+
 alone() { # alone FILE: waits until no other job has this lock
   exec 9> "$1"
   flock -n 9 || { echo 'backup: another one is running: waiting'; flock 9; }
@@ -31,7 +35,7 @@ case $1 in
     rm -rf "$copy"
     mkdir "$copy"
     # The updater deletes the oldest first: in this order nothing can be missing between two segments.
-    for name in $(segments "$JOURNAL"); do
+    for name in $(frozen "$JOURNAL") $(segments "$JOURNAL"); do
       if cmp -s "$JOURNAL/$name" "$last/$name" && ln "$last/$name" "$copy/$name"; then
         continue # copies share segments that are complete, where the volume has hard links
       fi

@@ -26,8 +26,9 @@ from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.formats import format_of
 from fedstream.core.layout import Payload
 from fedstream.core.messages import Encoded, Version
-from tests.coordinator.gateway.places import coordinating, owned_by, serving
-from tests.support import Hand, layout_of, model_of, wait_until
+from fedstream.core.records import head_of
+from tests.coordinator.gateway.places import coordinating, given_task, owned_by, serving
+from tests.support import Hand, layout_of, model_of, wait_until, with_frozen
 
 
 async def test_model_is_served_as_it_was_published(redis: RedisSettings, hand: Hand) -> None:
@@ -45,6 +46,30 @@ async def test_model_is_served_as_it_was_published(redis: RedisSettings, hand: H
         assert (head.status, head.body) == (200, b"")
         assert int(head.headers["Content-Length"]) == hand.layout.nbytes
         assert (await place.ask("GET", url)).status == 401
+
+
+async def test_frozen_parameters_are_offered_and_served_apart(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """The same in every offer, by their digest, so that a device needs them once."""
+    hand.layout = with_frozen(hand.layout, *range(1000))
+    unshared = hand.layout.unshared
+    assert unshared is not None
+    version = await hand.create()
+    head, values = head_of(unshared), unshared.model()
+    key = hand.keys.model(head.blob)
+    await blobs.write(hand.client, key, values, expire_s=60, encoded=head.encoded)
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        offer = await given_task(hand, place)
+        assert (offer.model.digest, offer.model.size) == (version.digest, 16)
+        assert offer.unshared is not None
+        assert (offer.unshared.digest, offer.unshared.size) == (unshared.digest, 4000)
+        assert offer.update.most == 16
+        whole = await place.ask("GET", offer.unshared.url, 3)
+        assert (whole.status, whole.body) == (200, values.buffer.tobytes())
+        assert whole.headers["Fedstream-Format"] == "f32"
+        part = await place.ask("GET", offer.unshared.url, 3, headers={"Range": "bytes=3996-"})
+        assert (part.status, part.body) == (206, values.buffer.tobytes()[-4:])
 
 
 async def test_cut_download_goes_on(redis: RedisSettings, hand: Hand) -> None:

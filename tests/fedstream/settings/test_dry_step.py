@@ -247,7 +247,7 @@ WRONG = [
     (Counter, "training changes the integer tensor calls, .* changing_integers = \\('calls',\\)$"),
     (NoParameters, ": nothing to train: model\\(\\) has no parameters: return"),
     (OnlyBuffers, ": nothing to train: model\\(\\) has only buffers: return"),
-    (AllFrozen, ": nothing to train: model\\(\\) has 2 parameters, all frozen: set requires_grad"),
+    (AllFrozen, r"model\(\): all 2 parameters are frozen or local, such as weight: leave some"),
     (Meta, "model\\(\\): weight is on the device 'meta' .* make the model on the device 'cpu'$"),
     (WrongShape, r"device 0: RuntimeError: mat1 and mat2 .* \(20x4 and 5x3\) .*: correct the task"),
     (OneRow, "device 0: ValueError: Expected more than 1 value per channel when training"),

@@ -182,6 +182,44 @@ def test_model_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         first_model(TASK, 0, f"{tmp_path}/bad.safetensors")
 
 
+def frozen_head() -> nn.Module:
+    """The model, of which only the BatchNorm is trained."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    module[0].requires_grad_(requires_grad=False)
+    return module
+
+
+def test_frozen_values_come_from_the_start_too(tmp_path: Path) -> None:
+    """From a file, and from a run that trained them."""
+    model = recorded(tmp_path)[4]
+    write_model(tmp_path, model, TASK.model(), {})
+    task, module = Own(frozen_head), frozen_head()
+    for start in (tmp_path, tmp_path / "model.safetensors"):
+        first, _ = first_model(task, 0, str(start))
+        assert first.layout == initial(task, 0).layout
+        assert first.layout.unshared is not None
+        assert first.layout.unshared.digest == first.layout.unshared.model().digest()
+        vector.load(first, module)
+        again = {name: values.tolist() for name, values in first.tensors().items()}
+        assert again == {name: values.tolist() for name, values in model.tensors().items()}
+        assert {name: x.tolist() for name, x in module.state_dict().items()} == again
+
+
+def test_frozen_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    state = dict(TASK.model().state_dict())
+    state["0.weight"][0, 0] = float("inf")
+    save_file(state, tmp_path / "bad.safetensors")
+    with pytest.raises(ConfigError, match="not finite"):
+        first_model(Own(frozen_head), 0, f"{tmp_path}/bad.safetensors")
+
+
+def test_tensors_that_the_task_lacks_are_refused(tmp_path: Path) -> None:
+    state = TASK.model().state_dict() | {"adapter": torch.zeros(2)}
+    save_file(state, tmp_path / "more.safetensors")
+    with pytest.raises(ConfigError, match="it also has adapter, which the task lacks"):
+        first_model(TASK, 0, f"{tmp_path}/more.safetensors")
+
+
 def test_simulated_run_records_where_it_came_from(tmp_path: Path) -> None:
     """And its own first version is the other's, to the bit."""
     small = ["run.versions=3", "simulation.threads=1"]

@@ -248,6 +248,7 @@ def test_progress_is_reported_without_a_terminal(
     assert fedstream("simulate", "--versions", "12", "--out", "out") == 0
     said = capsys.readouterr()
     told = said.err.splitlines()
+    assert told.pop(0) == "model      4,810 parameters trained; an update has 19,240 bytes"
     assert len(told) == 12
     assert re.fullmatch(r"version 11 of 12 · 0:\d\d left · accuracy 0\.\d{4}, loss .*", told[-2])
     assert "version 3 of" not in said.out

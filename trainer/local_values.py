@@ -1,0 +1,49 @@
+"""Values of local tensors (:attr:`fedstream.Task.local`): each device has its own.
+
+A device begins with version 0's values, which come with every whole model. After a task whose
+answer was accepted, it keeps those that it has trained; a task that was given up changes nothing.
+To use a device's values, load a whole model into the module, then these (``vector.load_part``).
+
+Trainers keep them by :class:`fedstream.trainer.saved_work.LocalValues`, devices over HTTPS in their
+folder, and simulations in memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedstream.core.layout import Layout, Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def layout_of(layout: Layout) -> Layout | None:
+    """The layout of a model's local tensors alone; None if there are none."""
+    if layout.unshared is None or not layout.unshared.local:
+        return None
+    return layout.unshared.of_devices
+
+
+def read(module: nn.Module, layout: Layout) -> Model | None:
+    """The local values that ``module`` has after training; None if there is nothing to keep.
+
+    Values that are not finite are not kept, as their device could never train again.
+    """
+    from fedstream.trainer import vector
+
+    if (local := layout_of(layout)) is None:
+        return None
+    values = vector.read_part(module, local)
+    return values if np.isfinite(values.floats).all() else None
+
+
+def of_bytes(data: bytes, layout: Layout) -> Model | None:
+    """Kept values from their bytes; None if missing, damaged or of another layout."""
+    local = layout_of(layout)
+    if local is None or len(data) != local.nbytes:
+        return None
+    values = Model(local, np.frombuffer(data, np.uint8))
+    return values if np.isfinite(values.floats).all() else None
