@@ -30,6 +30,7 @@ from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
 from fedstream.trainer.goals import Goals, Stopping, StopSettings, Swings, goal_of, is_over_devices
+from fedstream.trainer.on_devices import OnDevicesSettings
 from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class EvaluatorSettings(Section):
     threads: Threads = 1  # of torch
     device: Processor = "cpu"  # of torch
     per_device: PerDevice = "never"  # devices' own test data; also in a simulation
+    on_devices: OnDevicesSettings | None = None  # measured by the devices themselves
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 

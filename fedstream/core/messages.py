@@ -44,6 +44,8 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
+# Most metrics in a device's answer to an evaluation.
+METRICS = 100
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
@@ -132,6 +134,36 @@ class Assignment(Message):
 _ASSIGNED = tuple(Assignment.model_fields)
 
 
+class Evaluation(Message):
+    """A task to measure a version on a device's test data; it travels as an Assignment does.
+
+    The version's model can be read until the deadline, under ``blob``.
+    """
+
+    kind: ClassVar[str] = "evaluation"
+    task: Id
+    device: Count
+    version: Count
+    deadline: float  # seconds since 1970 by Redis's clock, after which no answer counts
+    digest: Name  # of the model in float32
+    blob: Name  # the model's name
+    size: Count  # bytes of its blob
+    chunks: Count | None = None  # of its blob
+    # The blob's format, and the digest by which devices request the model if it isn't `digest`.
+    format: Name = "f32"
+    given: Name | None = None
+
+    @property
+    def encoded(self) -> Encoded | None:
+        """The description of an encoded blob; None: the model's own bytes."""
+        return None if self.format == "f32" else Encoded(self.format, self.size, self.base)
+
+    @property
+    def base(self) -> str:
+        """The digest by which devices request the model, and which their answers name."""
+        return self.given or self.digest
+
+
 class Trigger(Assignment):
     """A request for a task, by the scheduler or by an anarchic device itself."""
 
@@ -218,6 +250,29 @@ class GiveUp(Message):
     failing: Count = 0  # as in :class:`Presence`
 
 
+Sum = tuple[float, Annotated[float, Field(gt=0)]]
+"""A metric's sum over a device's test data, and the sum of the weights: its mean is the ratio."""
+
+
+class Measured(Message):
+    """A device's answer to an evaluation: its metrics' sums, or why there are none."""
+
+    kind: ClassVar[str] = "measured"
+    task: Id
+    attempt: Id
+    device: Count
+    trainer: Name
+    version: Count
+    base: Name  # digest of the version's model, as given
+    samples: Count = 0  # in the device's test data
+    sums: Annotated[dict[Name, Sum], Field(max_length=METRICS)] = Field(default_factory=dict)
+    reason: Name | None = None  # why the device was not measured; None: it was
+    seconds: float = 0.0  # the device's time
+    # Admission overwrites the next two: a trainer's values are ignored.
+    site: Name = POOL  # of the inbox that the answer came through
+    trusted: bool = False  # whether the site is
+
+
 class Presence(Message):
     """A trainer's announcement: it is alive and owns exactly these devices, or it leaves."""
 
@@ -290,6 +345,20 @@ class SetQuarantine(Message):
     devices: Annotated[tuple[Count, ...], Field(min_length=1, max_length=QUARANTINED)]
     release: bool = False
     why: Annotated[str, Field(max_length=WHY_QUARANTINED)] = ""
+
+
+class DevicesEvaluated(Message):
+    """A control entry in the queue: an evaluation on the devices has ended."""
+
+    kind: ClassVar[str] = "devices_evaluated"
+    version: Count  # the version that was evaluated
+    base: Name  # digest of its model, as given
+    devices: Count  # that were asked
+    outcomes: dict[Name, Count]  # of the devices, by outcome; they add up to `devices`
+    # The sums over all measured devices, and the metrics that follow from them, with their spread.
+    # Both are empty if fewer devices than `evaluator.on_devices.min_devices` were measured.
+    sums: Annotated[dict[Name, Sum], Field(max_length=METRICS)] = Field(default_factory=dict)
+    metrics: dict[Name, float] = Field(default_factory=dict)
 
 
 class Quarantine(BaseModel):
