@@ -102,7 +102,7 @@ class DeviceEvaluations:
             if waiting := evaluation.waiting[:_AT_ONCE]:
                 ms = round(now * 1000)
                 tasks = [evaluation.task(task_id(ms), device) for device in waiting]
-                await self._ledger.ask(evaluation, self._settings.share, tasks)
+                await self._ledger.ask_devices(evaluation, self._settings.share, tasks)
             if len(evaluation.answered) < len(evaluation.devices):
                 rest = _LOOK_S + _LOOK_DEVICE_S * len(evaluation.devices)
                 await pause(self._context.stop, min(rest, evaluation.deadline - now))

@@ -42,6 +42,9 @@ class Mean(float):
     where other metrics are weighted by the devices' samples. ``count`` may be a sum of weights.
     """
 
+    sum: float
+    count: float
+
     def __new__(cls, sum: float, count: float) -> Mean:  # noqa: A002  (the field's usual name)
         """Raises ValueError unless ``count`` is above 0."""
         if not count > 0:
@@ -50,8 +53,8 @@ class Mean(float):
         self.sum, self.count = float(sum), float(count)
         return self
 
-    def __getnewargs__(self) -> tuple[float, float]:
-        return self.sum, self.count
+    def __reduce__(self) -> tuple[type[Mean], tuple[float, float]]:
+        return Mean, (self.sum, self.count)
 
 
 class NoLabels(DataError):

@@ -143,7 +143,7 @@ class EvaluatorLedger(Finishing):
         )
         return str(reply.decode())
 
-    async def ask(
+    async def ask_devices(
         self, evaluation: OpenEvaluation, share: float, tasks: Sequence[Evaluation]
     ) -> int:
         """Send tasks while fewer than a share of the workers have one; return how many are open."""

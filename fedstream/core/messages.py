@@ -52,6 +52,7 @@ WHY_QUARANTINED = 100
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
+D = TypeVar("D", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -460,6 +461,10 @@ def decode(data: bytes, first: type[A], /) -> A: ...
 def decode(data: bytes, first: type[A], second: type[B], /) -> A | B: ...
 @overload
 def decode(data: bytes, first: type[A], second: type[B], third: type[C], /) -> A | B | C: ...
+@overload
+def decode(
+    data: bytes, first: type[A], second: type[B], third: type[C], fourth: type[D], /
+) -> A | B | C | D: ...
 @overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:
