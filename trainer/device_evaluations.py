@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedstream.trainer.goals import Goals
     from fedstream.trainer.on_devices import OnDevicesSettings
 
-_LOOK_S = 0.05  # between two looks at an evaluation,
+_LOOK_S = 0.02  # between two looks at an evaluation,
 _LOOK_DEVICE_S = 5e-5  # and in addition for each of its devices
 _AT_ONCE = 500  # tasks in a request
 _WITHOUT = 10  # evaluations that leave a device out after it had no test data
