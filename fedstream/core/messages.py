@@ -23,13 +23,15 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedstream.core.errors import BadMessage
-from fedstream.core.reasons import MEASURED, Overdue
+from fedstream.core.reasons import MEASURED, METRICS_NOT_FINITE, Overdue, of_evaluation
 
 POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 SCHEMA = 1  # the schema that this release writes
@@ -272,6 +274,14 @@ class Measured(Message):
     # Admission overwrites the next two: a trainer's values are ignored.
     site: Name = POOL  # of the inbox that the answer came through
     trusted: bool = False  # whether the site is
+
+    @property
+    def outcome(self) -> str:
+        """The outcome under which the device's evaluation counts, by the answer's content."""
+        outcome = of_evaluation(self.reason)
+        finite = all(map(isfinite, chain.from_iterable(self.sums.values())))
+        is_of_use = outcome != MEASURED or (self.sums and finite)
+        return outcome if is_of_use else METRICS_NOT_FINITE
 
 
 class Presence(Message):

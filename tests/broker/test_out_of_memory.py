@@ -296,9 +296,7 @@ async def admit_measured(hand: Hand) -> Step:
     answer = Measured(task=task.task, attempt="a", device=3, trainer="t", version=0, base=task.base)
     await hand.client.call("XADD", hand.keys.inbox("pool"), "*", "m", answer.encode())
     [entry] = await hand.heard()
-    return lambda: hand.ledger.admit_measured(
-        "pool", entry, answer, outcome="measured", trusted=True
-    )
+    return lambda: hand.ledger.admit_measured("pool", entry, answer, trusted=True)
 
 
 async def end_evaluation(hand: Hand) -> Step:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.client import RedisSettings
-from fedstream.core import reasons
 from fedstream.core.messages import DevicesEvaluated, Event, Measured, Presence, decode
 from fedstream.trainer.device_evaluations import DeviceEvaluations
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
@@ -70,8 +69,7 @@ async def admit(hand: Hand) -> None:
         for entry in await hand.heard():
             said = decode(entry.data, Measured, Presence, Event)
             if isinstance(said, Measured):
-                outcome = reasons.of_evaluation(said.reason)
-                await hand.ledger.admit_measured("pool", entry, said, outcome=outcome, trusted=True)
+                await hand.ledger.admit_measured("pool", entry, said, trusted=True)
             elif isinstance(said, Presence):
                 await hand.hear("pool", entry)
         await asyncio.sleep(0.01)
