@@ -71,6 +71,9 @@ class Keys:
         self.letters = prefix + "letters"  # site|id of each letter in `dead`
         self.sites = prefix + "sites"  # sites that have an inbox
         self.sinks = prefix + "sinks"  # sink -> its cursor
+        self.evaluation = prefix + "evaluation"  # the evaluation on the devices under way
+        self.evaluations = prefix + "evaluations"  # its tasks that are open -> device, site, entry
+        self.measured = prefix + "measured"  # its tasks that have ended -> outcome, answer
         # streams
         self.triggers = prefix + "triggers"
         self.tasks = prefix + "tasks"

@@ -27,6 +27,7 @@ from fedstream.core.messages import (
     Event,
     GiveUp,
     Heartbeat,
+    Measured,
     Presence,
     Trigger,
     Upload,
@@ -47,6 +48,7 @@ LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # per second and site
 _LAYOUT_S = 1.0  # between two reads of the run's layout
 _TEXT = 8000  # characters
+_OF_SITES = (Upload, GiveUp, Dead, Trigger, Presence, Heartbeat, Event, Measured)
 _LOSS = 1e30  # largest counted loss of an untrusted device
 
 
@@ -104,7 +106,7 @@ class Entries:
         """Decide on a site's message; the caller must bury a returned Dead. Raises BadMessage."""
         if entry.size > LARGEST:
             return self._dropped(site, entry, reasons.MESSAGE_TOO_LONG, bytes=entry.size)
-        match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Heartbeat, Event):
+        match decode(entry.data, *_OF_SITES):
             case Upload() | GiveUp() as answer:
                 sizes, unfit = await self._judged(answer)
                 if isinstance(answer, Upload) and not site.trusted:
@@ -122,6 +124,8 @@ class Entries:
                 )
                 name = member(site.name, answer.trainer)
                 return decision, partial(self._tell_answered, answer, name, time.time())
+            case Measured() as measured:
+                return self._of_measured(site, entry, measured)
             case Trigger() as trigger:
                 return self._of_own(site, entry, trigger)
             case Presence() as said:
@@ -250,7 +254,24 @@ class Entries:
         )
         return decision, lambda _: None
 
+    def _of_measured(self, site: Site, entry: Entry, answer: Measured) -> Decided:
+        """Decide on a device's answer to an evaluation."""
+        decision = self._ledger.admit_measured(site.name, entry, answer, trusted=site.trusted)
+        return decision, partial(self._tell_measured, answer, member(site.name, answer.trainer))
+
     # outcomes
+
+    def _tell_measured(self, answer: Measured, trainer: str, decided: tuple[str, str]) -> None:
+        verdict, outcome = decided
+        self._answers.add(verdict, outcome)
+        if verdict == "stray":
+            self._context.log.warning(
+                "measurement not admitted",
+                task=answer.task,
+                device=answer.device,
+                trainer=trainer,
+                reason=outcome,
+            )
 
     def _tell_dispatched(
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str

@@ -8,7 +8,7 @@ import msgpack
 
 _UNKNOWN = {"later": {"of": [1, "two", None]}, "also": 0.5, "nil": None}
 _BYTES = {"bytes": b"\x00\xff"}  # never of triggers and tasks, which scripts unpack
-_USERS = "metrics"  # a map of the user's own names
+_USERS = ("metrics", "sums", "outcomes")  # maps by names of metrics, or by reasons
 # Written down again, and not asked of the messages: what a release knows does not change.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "trigger": {"why": "", "origin": "scheduler"},
@@ -23,6 +23,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "failing": 0,
     },
     "give_up": {"failing": 0},
+    "evaluation": {"format": "f32"},
+    "measured": {"samples": 0, "sums": {}, "seconds": 0.0, "site": "pool", "trusted": False},
+    "devices_evaluated": {"sums": {}, "metrics": {}},
     "heartbeat": {"answers": 0, "failing": 0},
     "close_round": {"drops": ()},
     "round_end": {"why": "", "drops": ()},
@@ -35,11 +38,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def later(data: bytes) -> bytes:
     """The same from a later release: with fields that nobody here knows, in each of its maps."""
     fields = msgpack.unpackb(data)
-    more = _UNKNOWN | ({} if fields["k"] in ("trigger", "task") else _BYTES)
+    more = _UNKNOWN | ({} if fields["k"] in ("trigger", "task", "evaluation") else _BYTES)
 
     def with_more(value: Any) -> Any:
         if isinstance(value, dict):
-            known = {k: v if k == _USERS else with_more(v) for k, v in value.items()}
+            known = {k: v if k in _USERS else with_more(v) for k, v in value.items()}
             return known | more
         return [with_more(inner) for inner in value] if isinstance(value, list) else value
 

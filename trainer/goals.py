@@ -43,9 +43,10 @@ _KNOWN: dict[str, Goal] = {
 # Prefixes of metrics that trainer/evaluator.py derives from the devices' metrics.
 _OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"
+ON_DEVICES = "devices_"  # prefix of metrics over the test data of all devices together
 # Prefixes of metrics that may be the main one, the preferred first: of the test data, over the rows
 # of all devices, over the devices.
-_MAIN = ("", "devices_", "device_mean_")
+_MAIN = ("", ON_DEVICES, "device_mean_")
 MOST_RELAPSES = 1  # in the newest measurements; more cause a warning
 _RECENT = 20  # measurements in which relapses are counted
 _CLEARLY = 5  # normally distributed noise exceeds this a few times in a thousand
@@ -59,7 +60,7 @@ def goal_of(metric: str, declared: Goals) -> Goal | None:
     """
     if metric.startswith(_DEVIATION):
         return "min"
-    name = _OVER_DEVICES.sub("", metric).removeprefix("devices_")
+    name = _OVER_DEVICES.sub("", metric).removeprefix(ON_DEVICES)
     if name in declared:
         return declared[name]
     words = re.split(r"[^a-z0-9]+", name.lower())
@@ -81,6 +82,11 @@ def unknown_goal(metric: str) -> str:
         f"whether a low or a high {metric} is good is unknown: set Task.goal = "
         f'{{"{metric}": "min"}} or "max"'
     )
+
+
+def is_on_devices(metric: str) -> bool:
+    """Whether devices measure the metric, with ``evaluator.on_devices``."""
+    return metric.startswith(ON_DEVICES)
 
 
 def is_over_devices(metric: str) -> bool:
@@ -179,16 +185,17 @@ class Stopping:
 
     def add(self, metrics: Mapping[str, float], version: int) -> str:
         """Add the next measurement, or the last one again; returns the same as :meth:`why`."""
+        if self._settings is None or self._settings.metric not in metrics:
+            return ""
         if self._last is not None and self._last[0] == version:
             _, self._best, self._waited = self._last
         self._last = version, self._best, self._waited
         found = self.why(metrics, version)
-        if self._settings is not None and self._settings.metric in metrics:
-            value = metrics[self._settings.metric]
-            if self._is_best(value):
-                self._best, self._waited = (value, version), 0
-            else:
-                self._waited += 1
+        value = metrics[self._settings.metric]
+        if self._is_best(value):
+            self._best, self._waited = (value, version), 0
+        else:
+            self._waited += 1
         return found
 
     def _is_best(self, value: float) -> bool:

@@ -41,7 +41,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
-from fedstream.journal.records import DROPPED_ROUNDS, UNSHARED, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, UNSHARED, WIRE_FORMATS
 from fedstream.journal.writer import sync_and_drop_cache
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
@@ -408,6 +408,7 @@ class Recovery:
             besides=found.counts,
             forgotten=found.forgotten,
             quarantines=found.quarantines,
+            evaluation=found.evaluation,
         )
 
     def _run_of(self, found: Recovered, run: Run | None, strategy: Strategy) -> Run:
@@ -469,6 +470,8 @@ class Recovery:
             known.add(QUARANTINES)
         if state.layout.unshared is not None:
             known.add(UNSHARED)
+        if state.evaluation:
+            known.add(EVALUATIONS)
         head = SegmentHead(
             needs=tuple(sorted(needs | known)),
             epoch=self.recorder.epoch,
@@ -508,6 +511,7 @@ class Recovery:
             rounds=state.ends.controls,
             quarantines=state.quarantines.taken,
             quarantined=state.quarantines.groups,
+            evaluation=state.evaluation,
         )
         with self.metrics.timed("checkpoint"):
             left = await self.recorder.begin(

@@ -58,7 +58,7 @@ RIGHTS = Rights(
         "rates",
         "letters",
     ),
-    reads=LOOKED_AT,
+    reads=(*LOOKED_AT, "evaluation"),
     writes=("dead",),
     commands=(
         "xread",
@@ -177,6 +177,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             "journalled": packed(dict(commit.journalled)),
             "before": commit.before,
             "versions": [_published(version) for version in versions],
+            "events": [event.encode() for event in commit.events],
         }
         if commit.finish is not None:
             about["finish"] = commit.finish

@@ -1,11 +1,12 @@
 -- keys: tokens run head models kept best lineage queue open admitted ended events counts changes failing
+-- undeclared: evaluation
 -- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
 -- fell back to an older state is detected by its newest version, or by the number of journalled
 -- ends it was told, which must be at least as many as were committed before. ARGV: the change, the
 -- entry of each version. rest: the blob of the last version, if there is any, then blobs to delete,
 -- of models last. Nobody can ask for the versions before the last one, so they have no blob. The
--- models of the best version and of the one that is being measured are spared. Idempotent: may be
--- repeated after a lost reply, also together with later versions.
+-- models of the best version and of those that are being measured are spared. Idempotent: may be
+-- repeated after a lost reply, also together with later versions; observers may then be told twice.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -57,14 +58,18 @@ for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
 local models = #KEYS - #a.retired -- the keys after these are of the retired models
 for i = first_rest + (last and 1 or 0), models do redis.call('UNLINK', KEYS[i]) end
 local best, pinned = unpack(#a.retired > 0 and redis.call('HMGET', key.best, 'blob', 'pinned') or {})
+local evaluated = #a.retired > 0 and redis.call('HGET', key.evaluation, 'blob')
 local spared = {}
 for i, blob in ipairs(a.retired) do
-  if blob == best or blob == pinned then
+  if blob == best or blob == pinned or blob == evaluated then
     spared[#spared + 1] = blob
   else
     redis.call('ZREM', key.kept, blob)
     redis.call('UNLINK', KEYS[models + i])
   end
+end
+for _, event in ipairs(a.events) do
+  redis.call('XADD', key.events, 'MAXLEN', '~', EVENTS_KEPT, '*', 'm', event)
 end
 if a.finish then
   redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)

@@ -275,6 +275,15 @@ local function withdraw(tasks, sent, group, why, event)
   end
 end
 
+-- How many devices can work at the same time: the live trainers, counting for a gateway its devices.
+local function workers()
+  local n = redis.call('ZCOUNT', key.alive, '(0', '+inf')
+  for _, devices in ipairs(redis.call('HVALS', key.concurrent)) do
+    n = n - 1 + (tonumber(devices) or 1)
+  end
+  return n
+end
+
 -- Whether there is a live trainer that owns nothing, and so serves the unowned devices.
 local function pool_serves()
   for _, name in ipairs(redis.call('SMEMBERS', key.pool)) do
@@ -351,4 +360,19 @@ local function fenced(token, role)
   if now == token then return nil end
   local same = now and string.match(now, ':.*') == string.match(token, ':.*')
   return now and not same and 'fenced' or 'lost'
+end
+
+-- Keeps the model of a measured version if its value is strictly better than the best version's, or
+-- of another metric.
+local function keep_if_best(packed)
+  local a = cmsgpack.unpack(packed)
+  local metric, value = unpack(redis.call('HMGET', key.best, 'metric', 'value'))
+  if metric == a.metric then
+    local gain = tonumber(a.value) - tonumber(value)
+    if (a.goal == 'min' and -gain or gain) <= 0 then return end
+  end
+  redis.call(
+    'HSET', key.best, 'metric', a.metric, 'value', a.value, 'version', a.version, 'digest', a.digest, 'blob', a.blob)
+  -- Redis was full meanwhile, and the updater deleted the model.
+  if not redis.call('ZSCORE', key.kept, a.blob) then redis.call('HDEL', key.best, 'blob') end
 end

@@ -23,13 +23,15 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedstream.core.errors import BadMessage
-from fedstream.core.reasons import Overdue
+from fedstream.core.reasons import MEASURED, METRICS_NOT_FINITE, Overdue, of_evaluation
 
 POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 SCHEMA = 1  # the schema that this release writes
@@ -44,12 +46,15 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
+# Most metrics in a device's answer to an evaluation.
+METRICS = 100
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
+D = TypeVar("D", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -130,6 +135,36 @@ class Assignment(Message):
 
 
 _ASSIGNED = tuple(Assignment.model_fields)
+
+
+class Evaluation(Message):
+    """A task to measure a version on a device's test data; it travels as an Assignment does.
+
+    The version's model can be read until the deadline, under ``blob``.
+    """
+
+    kind: ClassVar[str] = "evaluation"
+    task: Id
+    device: Count
+    version: Count
+    deadline: float  # seconds since 1970 by Redis's clock, after which no answer counts
+    digest: Name  # of the model in float32
+    blob: Name  # the model's name
+    size: Count  # bytes of its blob
+    chunks: Count | None = None  # of its blob
+    # The blob's format, and the digest by which devices request the model if it isn't `digest`.
+    format: Name = "f32"
+    given: Name | None = None
+
+    @property
+    def encoded(self) -> Encoded | None:
+        """The description of an encoded blob; None: the model's own bytes."""
+        return None if self.format == "f32" else Encoded(self.format, self.size, self.base)
+
+    @property
+    def base(self) -> str:
+        """The digest by which devices request the model, and which their answers name."""
+        return self.given or self.digest
 
 
 class Trigger(Assignment):
@@ -218,6 +253,37 @@ class GiveUp(Message):
     failing: Count = 0  # as in :class:`Presence`
 
 
+Sum = tuple[float, Annotated[float, Field(gt=0)]]
+"""A metric's sum over a device's test data, and the sum of the weights: its mean is the ratio."""
+
+
+class Measured(Message):
+    """A device's answer to an evaluation: its metrics' sums, or why there are none."""
+
+    kind: ClassVar[str] = "measured"
+    task: Id
+    attempt: Id
+    device: Count
+    trainer: Name
+    version: Count
+    base: Name  # digest of the version's model, as given
+    samples: Count = 0  # in the device's test data
+    sums: Annotated[dict[Name, Sum], Field(max_length=METRICS)] = Field(default_factory=dict)
+    reason: Name | None = None  # why the device was not measured; None: it was
+    seconds: float = 0.0  # the device's time
+    # Admission overwrites the next two: a trainer's values are ignored.
+    site: Name = POOL  # of the inbox that the answer came through
+    trusted: bool = False  # whether the site is
+
+    @property
+    def outcome(self) -> str:
+        """The outcome under which the device's evaluation counts, by the answer's content."""
+        outcome = of_evaluation(self.reason)
+        finite = all(map(isfinite, chain.from_iterable(self.sums.values())))
+        is_of_use = outcome != MEASURED or (self.sums and finite)
+        return outcome if is_of_use else METRICS_NOT_FINITE
+
+
 class Presence(Message):
     """A trainer's announcement: it is alive and owns exactly these devices, or it leaves."""
 
@@ -292,6 +358,30 @@ class SetQuarantine(Message):
     why: Annotated[str, Field(max_length=WHY_QUARANTINED)] = ""
 
 
+class DevicesEvaluated(Message):
+    """A control entry in the queue: an evaluation on the devices has ended."""
+
+    kind: ClassVar[str] = "devices_evaluated"
+    evaluation: Id  # ordered by time: an earlier one has ended before
+    version: Count  # the version that was evaluated
+    base: Name  # digest of its model, as given
+    devices: Count  # that were asked
+    outcomes: dict[Name, Count]  # of the devices, by outcome; they add up to `devices`
+    # The sums over all measured devices, and the metrics that follow from them, with their spread.
+    # Both are empty if fewer devices than `evaluator.on_devices.min_devices` were measured.
+    sums: Annotated[dict[Name, Sum], Field(max_length=METRICS)] = Field(default_factory=dict)
+    metrics: dict[Name, float] = Field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """What became of the devices, for people."""
+        found = f"{self.outcomes.get(MEASURED, 0)} of {self.devices} devices measured"
+        others = [f"{n} {name}" for name, n in self.outcomes.items() if name != MEASURED]
+        if others:
+            found += f" ({', '.join(others)})"
+        return found if self.metrics else f"{found}: too few for metrics"
+
+
 class Quarantine(BaseModel):
     """Devices whose updates are refused, by one control entry."""
 
@@ -347,7 +437,7 @@ class Event(Message):
     """An event for observers. ``what`` determines which fields are set."""
 
     kind: ClassVar[str] = "event"
-    what: Name  # outcome, stray, evaluation, trainer, run, error
+    what: Name  # outcome, stray, evaluation, devices_evaluated, trainer, run, error
     service: Name
     time: float
     task: str | None = None
@@ -380,6 +470,10 @@ def decode(data: bytes, first: type[A], /) -> A: ...
 def decode(data: bytes, first: type[A], second: type[B], /) -> A | B: ...
 @overload
 def decode(data: bytes, first: type[A], second: type[B], third: type[C], /) -> A | B | C: ...
+@overload
+def decode(
+    data: bytes, first: type[A], second: type[B], third: type[C], fourth: type[D], /
+) -> A | B | C | D: ...
 @overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:

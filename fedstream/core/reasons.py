@@ -65,6 +65,14 @@ DEAD = (
     CRASHED_COORDINATORS := "crashed its coordinators",
     UNREADABLE := "unreadable",
 )
+# A device's evaluation ended; also with the reasons that `of_evaluation` returns.
+EVALUATED = (
+    MEASURED := "measured",
+    NO_TEST_DATA := "no test data",
+    NO_ANSWER := "no answer in time",  # within `evaluator.on_devices.timeout_s`
+    METRICS_NOT_FINITE := "metrics not finite",
+    NOT_AS_ASKED := "not as asked",  # of another device, or another version
+)
 # A message ended no task.
 STRAY = (
     UNKNOWN_TASK := "unknown task",
@@ -138,6 +146,16 @@ def of_giving_up(said: str) -> str:
     return said if said.removeprefix(_RAISED) in _ERRORS else ANOTHER_ERROR
 
 
+def of_evaluation(said: str | None) -> str:
+    """The outcome under which to count a device's evaluation, from the trainer's text.
+
+    None: the device was measured.
+    """
+    if said is None:
+        return MEASURED
+    return NO_TEST_DATA if said == NO_TEST_DATA else of_giving_up(said)
+
+
 def of_death(said: str) -> str:
     """The reason under which to count an entry moved to ``dead``.
 
@@ -148,5 +166,5 @@ def of_death(said: str) -> str:
 
 def named() -> dict[str, str]:
     """The reasons by the names that scripts use."""
-    texts = {*REFUSED, *GIVEN_UP, *DEAD, *STRAY}
+    texts = {*REFUSED, *GIVEN_UP, *DEAD, *EVALUATED, *STRAY}
     return {name: text for name, text in globals().items() if name.isupper() and text in texts}

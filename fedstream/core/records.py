@@ -14,6 +14,7 @@ from fedstream.core.layout import Layout, Unshared
 from fedstream.core.messages import (
     OUTCOMES,
     Encoded,
+    Event,
     Goal,
     Outcome,
     Quarantine,
@@ -440,7 +441,8 @@ class Commit:
     before: int = 0  # number of ends committed before, which Redis must equal
     entries: Sequence[str] = ()  # queue entries to delete
     updates: Sequence[str] = ()  # blobs of updates to delete
-    retired: Sequence[str] = ()  # blobs of models to delete, unless the best version needs them
+    retired: Sequence[str] = ()  # blobs of models to delete, unless they are still needed
+    events: Sequence[Event] = ()  # for observers
     finish: str | None = None  # why the run ends with this commit
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before

@@ -37,8 +37,8 @@ from fedstream.trainer.data import (
     seeded,
     size_of,
 )
-from fedstream.trainer.evaluator import has_device_tests, spread
-from fedstream.trainer.goals import Stopping, is_over_devices
+from fedstream.trainer.goals import ON_DEVICES, Stopping, is_on_devices, is_over_devices
+from fedstream.trainer.on_devices import has_device_tests, spread
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
 from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
@@ -160,8 +160,10 @@ def try_measuring(
 ) -> dict[str, float]:
     """The metrics of an untrained model on a few rows of the test data and of a device's own.
 
-    Empty if there are none, or the task is not tried. Raises TaskError; ConfigError if the metric
-    of ``run.stop`` is not among them, or has no goal.
+    Empty if there are none, or the task is not tried. Those that devices are to measure have their
+    names there (``devices_loss``). Raises TaskError, also if no metric is a finite number on a
+    device that is to measure; ConfigError if the metric of ``run.stop`` is not among them, or has
+    no goal.
     """
     found: dict[str, float] = {}
     own: dict[str, float] = {}
@@ -172,17 +174,25 @@ def try_measuring(
             with blaming(settings, "test data:", _HINT):
                 found = _measured(task, data, place)
             _warn_unless_finite("test data", found)
-        if settings.evaluator.per_device != "never" and has_device_tests(task):
+        on_devices = settings.evaluator.on_devices is not None
+        is_measured = on_devices or settings.evaluator.per_device != "never"
+        if is_measured and has_device_tests(task):
             for device in dict.fromkeys((*range(min(devices, _DEVICES)), devices - 1)):
                 if own and device != devices - 1:
                     continue
                 with blaming(settings, f"test data of device {device}:", _HINT), suppress(NoLabels):
                     if (rows := task.device_test_data(device)) is not None:
                         own = _measured(task, rows, place)
+                        if on_devices and not any(map(isfinite, own.values())):
+                            raise DataError(f"no metric is a finite number: {own}")
                         _warn_unless_finite(f"test data of device {device}", own)
+        if on_devices:
+            found |= {f"{ON_DEVICES}{name}": value for name, value in own.items()}
     if stop := settings.run.stop:
         known = [*found, *spread({0: own}, task.goal)]
-        _check_stop(stop.metric, known, data=data is not None, own=bool(own))
+        may_follow = is_over_devices(stop.metric) or (on_devices and is_on_devices(stop.metric))
+        if not may_follow or own:
+            _check_stop(stop.metric, known)
         Stopping(stop, task.goal)  # raises for a metric without a goal
     return found
 
@@ -196,15 +206,11 @@ def _warn_unless_finite(where: str, metrics: dict[str, float]) -> None:
         )
 
 
-def _check_stop(metric: str, known: Sequence[str], *, data: bool, own: bool) -> None:
-    """Raise ConfigError if the metric of ``run.stop`` is not measured.
-
-    ``known``: the metrics. ``data``, ``own``: whether the task and a device have test data.
-    """
-    over_devices = is_over_devices(metric)
-    if metric in known or (over_devices and not own):
+def _check_stop(metric: str, known: Sequence[str]) -> None:
+    """Raise ConfigError if the metric of ``run.stop`` is not among the measured ones."""
+    if metric in known:
         return
-    if not data and not over_devices:
+    if not known:
         raise ConfigError(
             f"run.stop.metric = {metric!r}: nothing is measured, as the task has no test data: "
             "define test_data(), or leave out run.stop"

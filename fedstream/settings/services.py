@@ -28,8 +28,9 @@ from fedstream.settings.start import first_model
 from fedstream.sinks.service import DRAIN_S, Sinks
 from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
-from fedstream.trainer.evaluator import Evaluator, has_device_tests
+from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.loading import load_task
+from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.solvers import Solvers
 from fedstream.trainer.task import declared_goals
@@ -97,6 +98,17 @@ def devices_of(settings: Settings, task: Task) -> int:
             f"evaluator.per_device = {settings.evaluator.per_device!r}: task "
             f"{settings.task.name!r} has no test data of devices: define device_test_data(device)"
         )
+    if (on_devices := settings.evaluator.on_devices) is not None:
+        if not has_device_tests(task):
+            raise ConfigError(
+                f"evaluator.on_devices: task {settings.task.name!r} has no test data of devices: "
+                "define device_test_data(device)"
+            )
+        if on_devices.min_devices > devices:
+            raise ConfigError(
+                f"evaluator.on_devices.min_devices = {on_devices.min_devices}, but the run has "
+                f"{devices} devices (task.devices): no version would ever have metrics"
+            )
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(

@@ -17,6 +17,7 @@ TABLES = {
     "refused": reasons.REFUSED,
     "given up": reasons.GIVEN_UP,
     "dead": reasons.DEAD,
+    "evaluated": reasons.EVALUATED,
     "stray": reasons.STRAY,
 }
 

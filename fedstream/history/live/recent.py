@@ -80,7 +80,9 @@ class Recent:
         text = event.text and event.text[-_TEXT:]
         event = event.model_copy(update={"time": _moment(event.time), "text": text})
         if is_measurement(event) and event.version is not None:
-            self.measured[event.version] = event
+            before = self.measured.get(event.version)  # by devices, or of their version
+            both = {**(before.metrics or {} if before else {}), **(event.metrics or {})}
+            self.measured[event.version] = event.model_copy(update={"metrics": both})
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
         elif event.what == "outcome" and event.outcome is not None:
@@ -151,8 +153,12 @@ class Recent:
 
 
 def is_measurement(event: Event) -> bool:
-    """Whether an event is a measurement by the evaluator; a trainer's event names a device."""
-    return event.what == "evaluation" and event.version is not None and event.device is None
+    """Whether an event is a measurement of a version; a trainer's event names a device."""
+    return (
+        event.what in ("evaluation", "devices_evaluated")
+        and event.version is not None
+        and event.device is None
+    )
 
 
 def _moment(seconds: float) -> float:
