@@ -288,7 +288,7 @@ def _import(source: str, what: str) -> ModuleType:
 
 
 def words(error: BaseException) -> str:
-    """An exception (of a group, the first) in one line, with the last place that is not ours."""
+    """An exception (of a group, the first) in one line, with its place."""
     error = innermost(error)
     if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
         return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
@@ -296,14 +296,18 @@ def words(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The last place in an exception's traceback that is not ours; '' if there is none."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(("<frozen ", _IMPORTLIB, _OURS)):
-            place = f" at {file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+    """The last place in an exception's traceback, if possible one that is not ours.
+
+    '' if only the import system and this module have frames in it.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<frozen ", _IMPORTLIB, __file__))
+    ]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    last = next(reversed(theirs or frames), None)
+    return f" at {last.filename}:{last.lineno}" if last else ""
 
 
 def place_of(error: BaseException) -> str:
