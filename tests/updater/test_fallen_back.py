@@ -10,9 +10,9 @@ import pytest
 
 from fedstream.broker.cleanup import ended_unlike
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.core.messages import CloseRound, Trigger, Upload, Withdraw
+from fedstream.core.messages import CloseRound, Event, Trigger, Upload, Withdraw
 from fedstream.core.reasons import LOST_WITH_REDIS
-from fedstream.core.records import End
+from fedstream.core.records import Best, End, Head
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.loop import Loop
 from tests.support import Hand, Proxy, context, running, wait_until
@@ -140,6 +140,44 @@ async def test_newer_counts_of_a_fallen_back_redis_win(
         await client.call("FLUSHALL")
         await wait_until(lambda: reasons(hand, "given_up", {LOST_WITH_REDIS: 1}))
         assert (await hand.ledger.look()).issued == 2
+
+
+async def test_fallen_back_redis_keeps_the_best_version_that_it_knows(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an emptied one the best since then."""
+    idle_after(monkeypatch, 20)
+
+    async def best(value: float, expected: float) -> Head:
+        head = await hand.ledger.head()
+        assert head is not None
+        assert await hand.ledger.pin(head.blob)
+        event = Event(what="evaluation", service="evaluator", time=1.0, version=head.version)
+        found = Best("accuracy", value, head.version, head.digest, head.blob)
+        await hand.ledger.tell(event, found)
+        known = await hand.ledger.best()
+        assert known is not None
+        assert known.value == expected
+        return head
+
+    async with running(make(lease_s=0.4, keep_versions=2), context()):
+        await hand.join()
+        await makes_more(hand, 1.0)
+        first = await best(0.5, 0.5)
+        backup = await backed_up(client)
+        await makes_more(hand, 1.0, 1.0)
+        await best(0.9, 0.9)
+        await go_back(client, backup)
+        await hand.reaches(3)
+        third = await best(0.4, 0.5)
+        await makes_more(hand, 1.0, 1.0)
+        kept = await hand.ledger.kept()
+        assert list(kept.values()) == [1, 4, 5]
+        assert (first.blob in kept, third.blob in kept) == (True, False)
+        await client.call("FLUSHALL")
+        await hand.reaches(5)
+        assert await hand.ledger.best() is None
+        await best(0.1, 0.1)
 
 
 # one step
