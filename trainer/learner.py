@@ -137,15 +137,20 @@ class Learner:
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest_like(start.digest), local=local)
 
-    def measure(self, model: Model, device: int) -> tuple[int, dict[str, Sum]] | None:
+    def measure(
+        self, model: Model, local: Model | None, device: int
+    ) -> tuple[int, dict[str, Sum]] | None:
         """Samples, sums and weights of a model's metrics on a device's test data; None: no data.
 
+        ``local``: the device's local values; None: those of version 0, in ``model``.
         Raises the errors of :func:`fedstream.trainer.on_devices.sums_of`.
         """
         data = self.task.device_test_data(device)
         if data is None:
             return None
         vector.load(model, self._module)
+        if local is not None:
+            vector.load_part(local, self._module)
         return sums_of(self.task, self._module, placed(data, self._place))
 
     def _loaded(self, device: int) -> Dataset[Any]:

@@ -232,7 +232,7 @@ class Delivery:
                         await self._leases.hand_back_others(entry)
                         along = has_taken = False
                     if update is not None and unwritten:
-                        renamed = tuple(await stage())
+                        renamed = tuple(await stage()) if stage is not None else ()
                         ahead = await blobs.prepare(
                             self._client, key, update, expire_s=self._expire_s
                         )

@@ -80,7 +80,8 @@ async def measurement(
     try:
         model = await evaluated.read(task)
         with Guard(is_cancelled, hangs, patience_s=shared.settings.drain_s):
-            found = await shared.thread.run(shared.learner.measure, model, task.device)
+            local = await shared.local.of(task.device)
+            found = await shared.thread.run(shared.learner.measure, model, local, task.device)
         reason = reasons.NO_TEST_DATA if found is None else None
     except (Cancelled, asyncio.CancelledError):
         raise
