@@ -80,7 +80,6 @@ LEAST = {  # only what has no default
     "devices_evaluated": DevicesEvaluated(
         evaluation=ID,
         version=4,
-        blob="4.1.ab",
         base=DIGEST,
         devices=3,
         outcomes={"no answer in time": 3},
@@ -155,7 +154,6 @@ MOST = {  # everything there is
     "devices_evaluated": DevicesEvaluated(
         evaluation=ID,
         version=4,
-        blob="4.1.ab",
         base=DIGEST,
         devices=3,
         outcomes={"measured": 2, "no answer in time": 1},
