@@ -139,7 +139,7 @@ def reaches(value: float, target: float, goal: Goal) -> bool:
 class StopSettings(Section):
     """When one metric ends a run before its last version."""
 
-    metric: str = "accuracy"
+    metric: Annotated[str, Field(min_length=1, max_length=200)] = "accuracy"
     target: float | None = None  # it ends when a measurement is at least as good
     patience: Annotated[int, Field(ge=1)] | None = None  # measurements in a row without a new best
     min_delta: Annotated[float, Field(ge=0)] = 0.0  # by how much a new best must be better

@@ -1,6 +1,6 @@
 -- keys: tokens kept best
--- Deletes models early, the best version's too. No memory guard here: freeing memory must not need any. rest: the keys of
--- the blobs named in ARGV.
+-- Deletes models early, even the best version's. No memory guard here: freeing memory must not need
+-- any. rest: the keys of the blobs named in ARGV.
 local foreign = fenced(ARGV[1], 'updater')
 if foreign then return foreign end
 local best = redis.call('HGET', key.best, 'blob')

@@ -417,7 +417,7 @@ def the_page_names_the_device(link: str) -> None:
 
 def test_sweep(reader: Open) -> None:
     # More processes would each load torch; tests/experiments has them.
-    shorter = {"--versions 60": "--versions 20", "threads=1": "threads=1 --jobs 1"}
+    shorter = {"--versions 60": "--versions 20", "--repeats": "--jobs 1 --repeats"}
     with reader("docs/how-to/sweep.md", instead=shorter) as page:
         page.follow(until="fedstream run")
         [rules] = (said for one, said in page.said.items() if "sweeps/rules" in one)

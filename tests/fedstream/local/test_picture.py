@@ -47,6 +47,18 @@ async def test_picture_that_was_drawn_ahead_is_used_unless_it_has_changed(
     assert len(times) == 2
 
 
+def test_picture_shows_the_main_metric_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str | None] = []
+
+    def draw(file: object, title: str, history: History, **about: object) -> None:
+        shown.append(history.main)
+
+    monkeypatch.setattr("fedstream.history.pictures.draw", draw)
+    for stop in (None, "loss"):
+        replace(drawn(), measured=(3, {"rmse": 0.5, "loss": 1.0}), stop_metric=stop).png()
+    assert shown == ["rmse", "loss"]
+
+
 async def test_picture_of_a_run_that_ended_unexpectedly_is_drawn_at_its_end() -> None:
     assert (await Painter().png(drawn())).startswith(b"\x89PNG")
 
