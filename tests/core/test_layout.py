@@ -191,6 +191,11 @@ def test_values_of_unshared_tensors_are_named_but_do_not_count() -> None:
     assert one.encode() != other.encode()
     assert one.with_controls().unshared == one.unshared
     assert one.with_controls().without_controls() == one
+    local = replace(shared, unshared=Unshared(frozen, ("base",), "a" * 64))
+    assert Layout.decode(local.encode()) == local != one
+    assert local.unshared is not None
+    assert (local.unshared.of_devices, local.unshared.frozen) == (frozen, Layout(()))
+    assert local.summary == "3 parameters in 1 tensors, 4 local ones in 1"
 
 
 @pytest.mark.parametrize("change", [{"digest": "short"}, {"digest": 3}, {"unshared": [["x"]]}])

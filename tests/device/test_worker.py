@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,33 @@ async def test_frozen_parameters_are_downloaded_once(
     assert gateway.asked.count(f"GET /v1/models/{unshared.digest}") == 1
     [file] = (tmp_path / "state" / "unshared").iterdir()
     assert file.read_bytes() == unshared.model().buffer.tobytes()
+
+
+async def test_local_values_stay_on_the_device(
+    gateway: FakeGateway, options: Options, tmp_path: Path
+) -> None:
+    """An admitted update changes them, a refused one does not; no update contains them."""
+    task = Steps()
+    task.local = ("1.*",)
+    model = initial(task, 1)
+    gateway.layout, start = model.layout, Start(0, model.digest(), model)
+    device = Learner(lambda: task, 1, "cpu")
+    states = [Receipt(state="admitted"), Receipt(state="refused", reason="too stale"), None, None]
+    for number, state in enumerate(states):
+        name, invite = f"task-{number}", gateway.invite(7) if number == 0 else None
+        offer = gateway.offer(model, task=name)
+        if state is not None:
+            gateway.receipts[name] = [state]
+        await run_device(options(load=lambda: task, invite=invite), nothing, nothing)
+        work, into = Work(7, name, 0, 5, 3, None, SGD, lambda: False), Model(model.layout)
+        found = device.train(start, work, into, "model")
+        assert bytes(gateway.sent[offer.attempt].data) == into.buffer.tobytes()
+        if state is None or state.state == "admitted":
+            assert found.local is not None
+            start = replace(start, local=found.local)
+    folder = DeviceFolder(tmp_path / "state")
+    assert start.local is not None
+    assert folder.local() == start.local.buffer.tobytes()
 
 
 async def test_gateway_that_forgot_the_device_takes_a_new_invite(

@@ -43,3 +43,14 @@ def test_example_learns(name: str, metric: str, first: float, last: float) -> No
     outcome = simulate(settings, load_task(settings.task.name, settings.task))
     before, after = [made.metrics[metric] for made in outcome.versions if made.metrics]
     assert before < first < last < after or before > first > last > after
+
+
+def test_devices_with_layers_of_their_own_do_better() -> None:
+    """By more than 0.05 on their own images; after 30 rounds of seeds 0 to 4 by 0.08 to 0.1."""
+    name, accuracy = f"task.name={ROOT}/examples/local_batchnorm.py:Rotated", []
+    for shared in ("false", "true"):
+        sets = [name, *keys("local_batchnorm"), *SHORTER, f"task.args.shared={shared}"]
+        settings = read(None, [*sets, "run.versions=20"])
+        outcome = simulate(settings, load_task(settings.task.name, settings.task))
+        accuracy.append(outcome.versions[-1].metrics["device_mean_accuracy"])
+    assert accuracy[0] - 0.05 > accuracy[1] > 0.5

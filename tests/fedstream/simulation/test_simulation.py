@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.simulation.stacked import Draws
 from fedstream.trainer.batches import Minibatches
 from fedstream.trainer.solvers import Sgd, Trained, Work
-from fedstream.trainer.task import Task
+from fedstream.trainer.task import Task, initial
 
 DEVICES = 6
 
@@ -560,3 +561,49 @@ def test_live_run_rejects_unknown_devices(monkeypatch: pytest.MonkeyPatch) -> No
     elsewhere = Wrong(3, lambda x, y: 1 / 0)  # an updater need not have the devices' data
     monkeypatch.setattr(services, "load_task", lambda *_, **__: elsewhere)
     assert services.create_run(read(None, []))[0].devices == DEVICES
+
+
+class Personal(Small):
+    """Classes are numbered in another way on each device, so that a head of its own is needed."""
+
+    local = ("head.*",)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(OrderedDict(body=nn.Linear(5, 8), head=nn.Linear(8, 3)))
+
+    def device_data(self, device: int) -> TensorDataset:
+        x, y = super().device_data(device).tensors
+        return TensorDataset(x, (y + device) % 3)
+
+    def device_test_data(self, device: int) -> TensorDataset:
+        return TensorDataset(self._x[240:], (self._y[240:] + device) % 3)
+
+
+class Common(Personal):
+    """The same with one head for all."""
+
+    local = ()
+
+
+def test_devices_keep_their_own_layers(tmp_path: Path) -> None:
+    """They are measured with them, and the journal has none."""
+    settings = read(None, ["run.versions=60", "evaluator.per_device=last", "simulation.threads=1"])
+    found = {}
+    for task in (Personal(), Common()):
+        outcome = simulate(settings, task, journal=tmp_path / type(task).__name__)
+        found[type(task)] = outcome.versions[-1].metrics["device_mean_accuracy"]
+    assert found[Common] < 0.6 < 0.9 < found[Personal]
+    with Replayer(tmp_path / "Personal") as replayer:
+        *_, last = replayer
+        assert last.identical
+        assert last.model.layout.parameters == 48
+    again = simulate(settings, Personal(), journal=tmp_path / "again")
+    assert again.versions[-1].metrics["device_mean_accuracy"] == found[Personal]
+
+
+def test_final_model_has_the_local_layers_of_version_0() -> None:
+    settings = read(None, ["run.versions=5", "simulation.threads=1"])
+    outcome, first = simulate(settings, Personal()), initial(Personal(), 0).tensors()
+    last = {name: x.tolist() for name, x in outcome.module.state_dict().items()}
+    assert last["head.weight"] == first["head.weight"].tolist()
+    assert last["body.weight"] != first["body.weight"].tolist()
