@@ -24,7 +24,16 @@ from fedstream.broker.scripts import Script, run
 from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from fedstream.core.digest import digest_of
 from fedstream.core.errors import BrokerError
-from fedstream.core.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
+from fedstream.core.messages import (
+    Dead,
+    Event,
+    GiveUp,
+    Heartbeat,
+    Measured,
+    Presence,
+    Trigger,
+    Upload,
+)
 from fedstream.core.records import Head, mapping
 
 FINISH = Script("finish_task")
@@ -218,7 +227,7 @@ class Outbox:
         self,
         stream: str,
         entry: Entry,
-        answer: Upload | GiveUp | Dead,
+        answer: Upload | GiveUp | Measured | Dead,
         *,
         expire_s: float = 600.0,
         ahead: Sequence[Command] = (),
@@ -239,7 +248,7 @@ class Outbox:
         self,
         stream: str,
         entry: Entry,
-        answer: Upload | GiveUp | Dead,
+        answer: Upload | GiveUp | Measured | Dead,
         *,
         expire_s: float = 600.0,
         feedback: Sequence[str] = (),

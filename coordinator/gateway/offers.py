@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
 from fedstream.core.formats import F32
+from fedstream.core.messages import Assignment, Evaluation
 from fedstream.protocol.messages import (
+    MEASUREMENT_ROUTE,
     MODEL_ROUTE,
     UPDATE_ROUTE,
     Advice,
+    EvaluationOffer,
+    ExpectedMeasurement,
     ExpectedUpdate,
     Offer,
+    OfferedEvaluation,
     OfferedModel,
     OfferedTask,
 )
@@ -20,14 +25,14 @@ from fedstream.protocol.messages import (
 if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.core.formats import Format
-    from fedstream.core.messages import Assignment
     from fedstream.core.records import Head, Run
 
 GO_ON = Advice(go_on=True)
 
 
 def offer(
-    held: Held,
+    task: Assignment,
+    attempt: str,
     run: Run,
     head: Head,
     update: Format,
@@ -41,7 +46,6 @@ def offer(
     ``update``: the wanted format of the update. ``now``: seconds since 1970, by the clock of the
     task's deadline. ``changes``: the URL of the changes since the device's model.
     """
-    task, encoded = held.task, head.encoded
     return Offer(
         task=OfferedTask(
             id=task.task,
@@ -52,23 +56,52 @@ def offer(
             seconds=task.seconds,
             left_s=None if task.deadline is None else max(0.0, task.deadline - now),
         ),
-        attempt=held.attempt,
-        model=OfferedModel(
-            version=head.version,
-            digest=head.given,
-            format=model_format(head),
-            size=encoded.size if encoded else run.layout.nbytes,
-            url=MODEL_ROUTE.format(digest=head.given),
-            changes=changes,
-        ),
+        attempt=attempt,
+        model=_model(run, head, changes),
         update=ExpectedUpdate(
-            url=UPDATE_ROUTE.format(task=task.task, attempt=held.attempt),
+            url=UPDATE_ROUTE.format(task=task.task, attempt=attempt),
             sends=run.sends,
             format=update.name,
             layout=run.layout.signature,
             most=update.sizes(run.layout)[1],
         ),
         heartbeat_s=heartbeat_s,
+    )
+
+
+def evaluation_offer(
+    task: Evaluation,
+    attempt: str,
+    run: Run,
+    head: Head,
+    now: float,
+    *,
+    changes: str | None = None,
+    heartbeat_s: float,
+) -> EvaluationOffer:
+    """Offer an evaluation of the version ``head``; the other arguments are as for an offer."""
+    return EvaluationOffer(
+        task=OfferedEvaluation(
+            id=task.task, device=task.device, left_s=max(0.0, task.deadline - now)
+        ),
+        attempt=attempt,
+        model=_model(run, head, changes),
+        measurement=ExpectedMeasurement(
+            url=MEASUREMENT_ROUTE.format(task=task.task, attempt=attempt),
+            layout=run.layout.signature,
+        ),
+        heartbeat_s=heartbeat_s,
+    )
+
+
+def _model(run: Run, head: Head, changes: str | None) -> OfferedModel:
+    return OfferedModel(
+        version=head.version,
+        digest=head.given,
+        format=model_format(head),
+        size=head.encoded.size if head.encoded else run.layout.nbytes,
+        url=MODEL_ROUTE.format(digest=head.given),
+        changes=changes,
     )
 
 
@@ -86,14 +119,14 @@ def format_for(formats: Sequence[str], wanted: Format) -> Format:
     return wanted if {wanted.name, kind} & {*formats} else F32
 
 
-def overdue(task: Assignment, head: Head, now: float) -> str | None:
+def overdue(task: Assignment | Evaluation, head: Head, now: float) -> str | None:
     """The reason to give up a task of a present device, if it is overdue; else None.
 
     ``now``: seconds since 1970.
     """
     if task.deadline is not None and now > task.deadline:
         return reasons.DEADLINE_PASSED
-    if task.version is not None and task.version != head.version:
+    if isinstance(task, Assignment) and task.version not in (None, head.version):
         return reasons.ROUND_OVER
     return None
 
