@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedstream.broker.keys import member
@@ -27,6 +29,7 @@ from fedstream.core.messages import (
     Event,
     GiveUp,
     Heartbeat,
+    Measured,
     Presence,
     Trigger,
     Upload,
@@ -47,6 +50,7 @@ LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # per second and site
 _LAYOUT_S = 1.0  # between two reads of the run's layout
 _TEXT = 8000  # characters
+_OF_SITES = (Upload, GiveUp, Dead, Trigger, Presence, Heartbeat, Event, Measured)
 _LOSS = 1e30  # largest counted loss of an untrusted device
 
 
@@ -104,7 +108,7 @@ class Entries:
         """Decide on a site's message; the caller must bury a returned Dead. Raises BadMessage."""
         if entry.size > LARGEST:
             return self._dropped(site, entry, reasons.MESSAGE_TOO_LONG, bytes=entry.size)
-        match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Heartbeat, Event):
+        match decode(entry.data, *_OF_SITES):
             case Upload() | GiveUp() as answer:
                 sizes, unfit = await self._judged(answer)
                 if isinstance(answer, Upload) and not site.trusted:
@@ -122,6 +126,8 @@ class Entries:
                 )
                 name = member(site.name, answer.trainer)
                 return decision, partial(self._tell_answered, answer, name, time.time())
+            case Measured() as measured:
+                return self._of_measured(site, entry, measured)
             case Trigger() as trigger:
                 return self._of_own(site, entry, trigger)
             case Presence() as said:
@@ -250,7 +256,30 @@ class Entries:
         )
         return decision, lambda _: None
 
+    def _of_measured(self, site: Site, entry: Entry, answer: Measured) -> Decided:
+        """Decide on a device's answer to an evaluation."""
+        outcome = reasons.of_evaluation(answer.reason)
+        finite = all(map(isfinite, chain.from_iterable(answer.sums.values())))
+        if outcome == reasons.MEASURED and not (answer.sums and finite):
+            outcome = reasons.METRICS_NOT_FINITE
+        decision = self._ledger.admit_measured(
+            site.name, entry, answer, outcome=outcome, trusted=site.trusted
+        )
+        return decision, partial(self._tell_measured, answer, member(site.name, answer.trainer))
+
     # outcomes
+
+    def _tell_measured(self, answer: Measured, trainer: str, decided: tuple[str, str]) -> None:
+        verdict, outcome = decided
+        self._answers.add(verdict, outcome)
+        if verdict == "stray":
+            self._context.log.warning(
+                "measurement not admitted",
+                task=answer.task,
+                device=answer.device,
+                trainer=trainer,
+                reason=outcome,
+            )
 
     def _tell_dispatched(
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str

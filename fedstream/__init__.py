@@ -11,6 +11,7 @@ __all__ = [
     "DataError",
     "FedstreamError",
     "Interrupted",
+    "Mean",
     "Partition",
     "Policy",
     "RunFailed",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from fedstream.history.record import open_run as open  # noqa: A004  (only as fedstream.open)
     from fedstream.trainer.partitions import Partition, by_classes, by_dirichlet, contiguous, iid
     from fedstream.trainer.solvers import Solver
-    from fedstream.trainer.task import Task
+    from fedstream.trainer.task import Mean, Task
 else:  # hidden from type checkers: with __getattr__, they would accept any name
     _FROM = {  # module, and the name there
         "Comparison": ("fedstream.history.comparison", "Comparison"),
@@ -48,6 +49,7 @@ else:  # hidden from type checkers: with __getattr__, they would accept any name
         "DataError": ("fedstream.core.errors", "DataError"),
         "FedstreamError": ("fedstream.core.errors", "FedstreamError"),
         "Interrupted": ("fedstream.api.run_folder", "Interrupted"),
+        "Mean": ("fedstream.trainer.task", "Mean"),
         "Partition": ("fedstream.trainer.partitions", "Partition"),
         "Policy": ("fedstream.coordinator.policies", "Policy"),
         "RunFailed": ("fedstream.api.run_folder", "RunFailed"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import ceil, isnan, sqrt
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from aiohttp import web
@@ -29,9 +28,10 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
-from fedstream.trainer.goals import Goals, Stopping, StopSettings, Swings, goal_of, is_over_devices
-from fedstream.trainer.on_devices import OnDevicesSettings
-from fedstream.trainer.task import NoLabels, Task, check_run, measured, untrained
+from fedstream.trainer.device_evaluations import DeviceEvaluations
+from fedstream.trainer.goals import Stopping, StopSettings, Swings, is_over_devices
+from fedstream.trainer.on_devices import OnDevicesSettings, device_metrics, spread
+from fedstream.trainer.task import Task, check_run, measured, untrained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,64 +40,6 @@ if TYPE_CHECKING:
 
 PerDevice: TypeAlias = Literal["never", "last", "always"]
 """When devices are measured: never, with a run's last version, with every measurement."""
-
-_MOST = 10_000  # devices to measure
-_TENTH = 0.1
-
-
-def has_device_tests(task: Task) -> bool:
-    """Whether a task defines test data for devices."""
-    return type(task).device_test_data is not Task.device_test_data
-
-
-def device_metrics(
-    task: Task,
-    module: nn.Module,
-    devices: int,
-    place: Processor = "cpu",
-    cancelled: Callable[[], bool] = lambda: False,
-) -> dict[int, dict[str, float]]:
-    """The metrics of a model on each device's test data, by device.
-
-    Devices without test data or without counted labels are absent.
-
-    If there are more than 10,000 devices, that many are measured, evenly spaced. Once
-    ``cancelled()`` is true, returns the devices measured so far. Raises the task's errors.
-    """
-    found: dict[int, dict[str, float]] = {}
-    step = max(1, ceil(devices / _MOST))
-    for device in range(0, devices, step):
-        if cancelled():
-            break
-        data = task.device_test_data(device)
-        if data is not None:
-            with suppress(NoLabels):
-                found[device] = measured(task, module, placed(data, place))
-    return found
-
-
-def spread(found: Mapping[int, Mapping[str, float]], declared: Goals) -> dict[str, float]:
-    """Summarise devices' metrics: the mean, deviation and worst tenth of each over the devices.
-
-    Every device has the same weight. ``device_worst_tenth_accuracy`` is the mean accuracy of the
-    worst tenth of the devices (at least one), ``device_deviation_accuracy`` the standard deviation
-    over all devices. A metric without a goal (in ``declared``, or well known) has no worst tenth.
-    """
-    names = {name: None for metrics in found.values() for name in metrics}
-    out: dict[str, float] = {}
-    for name in names:
-        values = [metrics[name] for metrics in found.values() if name in metrics]
-        mean = sum(values) / len(values)
-        out[f"device_mean_{name}"] = mean
-        if (goal := goal_of(name, declared)) is not None:
-            sign = -1.0 if goal == "min" else 1.0
-            values.sort(key=lambda value: (not isnan(value), sign * value))  # NaN is the worst
-            worst = values[: ceil(_TENTH * len(values))]
-            out[f"device_worst_tenth_{name}"] = sum(worst) / len(worst)
-        deviation = sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-        out[f"device_deviation_{name}"] = deviation
-    return out
-
 
 _GONE_S = 0.1  # between attempts to read a model
 
@@ -144,6 +86,7 @@ class Evaluator:
         self._created: float | None = None  # when the run began that is being measured
         self._ends = ""  # why the last measurement of an earlier evaluator ends the run
         self._lacks_spread = False  # measured without devices
+        self._on_devices: DeviceEvaluations | None = None
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The evaluator serves no routes."""
@@ -172,12 +115,38 @@ class Evaluator:
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.to_thread(self._prepare)
         loaded = True
-        if not self._measures:
+        on_devices = self._settings.on_devices
+        if not self._measures and on_devices is None:
             context.log.info("nothing to measure: the task has no test data")
+        measuring = repeat(context, "models", self._step, within_s=600.0)
         try:
-            await repeat(context, "models", self._step, within_s=600.0)
+            if on_devices is None:
+                await measuring
+                return
+            every = on_devices.every or self._settings.every
+            self._on_devices = DeviceEvaluations(
+                on_devices, every, self._ledger, context, self._learning.goal, self._found
+            )
+            async with asyncio.TaskGroup() as group:
+                group.create_task(measuring)
+                group.create_task(repeat(context, "devices", self._evaluate_devices))
         finally:
             await self._client.close()
+
+    def _found(self, metrics: dict[str, float], version: int) -> str:
+        """Show what devices measured; returns why the run ends, '' if it goes on."""
+        self._show(metrics)
+        return self._stopping.add(metrics, version)
+
+    async def _evaluate_devices(self) -> None:
+        """Take the evaluation on the devices a step further, once :meth:`_step` knows the run."""
+        assert self._on_devices is not None  # noqa: S101  (made before this is first called)
+        with suppress(NoRun):
+            run = await self._ledger.run()
+            if run.created == self._created:
+                await self._on_devices.step(run)
+                return
+        await pause(self._context.stop, _GONE_S)
 
     def _prepare(self) -> None:
         import torch
@@ -197,27 +166,36 @@ class Evaluator:
     async def _begin(self, run: Run) -> None:
         """Begin to measure a run; with ``patience``, first recall the measurements so far.
 
-        An earlier evaluator may have died after a measurement that ends the run.
+        An earlier evaluator may have died after a measurement that ends the run. The last
+        evaluation on the devices is recalled too.
         """
         goals = self._learning.goal
         self._swings, self._stopping = Swings(goals), Stopping(self._stop, goals)
         self._measured, self._lacks_spread, self._ends = None, False, ""
-        if self._stop is not None and self._stop.patience is not None:
-            await self._remember()
+        has_patience = self._stop is not None and self._stop.patience is not None
+        last = await self._remember() if has_patience or self._on_devices is not None else None
+        if self._on_devices is not None:
+            self._on_devices.begin(last)
         self._created = run.created
 
-    async def _remember(self) -> None:
+    async def _remember(self) -> int | None:
+        """Recall the measurements; returns the version that devices evaluated last."""
+        last: int | None = None
         events = Reader(self._client, {self._keys.events: "0"})
         while found := await events.read(count=1000, block_ms=1):
             for entry in found[self._keys.events]:
                 with suppress(BadMessage):
                     event = Event.decode(entry.data)
                     if event.metrics and event.version is not None:
-                        self._ends = self._stopping.add(event.metrics, event.version)
+                        self._ends = self._stopping.add(event.metrics, event.version) or self._ends
+                    if event.what == "devices_evaluated":
+                        last = event.version
+                    elif event.metrics:
                         self._measured = event.version
                         self._lacks_spread = self._settings.per_device == "last" and not any(
                             map(is_over_devices, event.metrics)
                         )
+        return last
 
     async def _step(self) -> None:
         """Evaluate the newest version if it is due, else wait for the next."""
@@ -274,11 +252,7 @@ class Evaluator:
             await self._report(error, head)
             self._measured, self._lacks_spread = head.version, False
             return
-        self._swings.add(metrics)
-        for name, value in metrics.items():
-            self._metrics.labels(name).set(value)
-        for name, swing in self._swings.items():
-            self._relapses.labels(name).set(swing.times)
+        self._show(metrics)
         self._version.set(head.version)
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
@@ -295,6 +269,13 @@ class Evaluator:
             await self._ledger.finish(why)
         # Set last, so that an unreported measurement is repeated.
         self._measured, self._lacks_spread = head.version, lacks_spread
+
+    def _show(self, metrics: Mapping[str, float]) -> None:
+        self._swings.add(metrics)
+        for name, value in metrics.items():
+            self._metrics.labels(name).set(value)
+        for name, swing in self._swings.items():
+            self._relapses.labels(name).set(swing.times)
 
     async def _report(self, error: Exception, head: Head) -> None:
         """Report an error of the user's metrics; the run continues without this measurement."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
 from fedstream.core.errors import FedstreamError, OutOfMemory, innermost
-from fedstream.core.messages import Assignment, Event
+from fedstream.core.messages import Assignment, Evaluation, Event
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import place_of, users_traceback, words
 
@@ -117,7 +117,7 @@ class Failures:
                 "this trainer fails on every device, and rests", tasks=self._given_up, reason=reason
             )
 
-    async def raised(self, error: Exception, task: Assignment, version: int) -> None:
+    async def raised(self, error: Exception, task: Assignment | Evaluation, version: int) -> None:
         """Report an error of a task: with its traceback the first time, then in one line."""
         inner, where = innermost(error), place_of(error)
         log = self._context.log.bind(version=version)

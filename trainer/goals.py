@@ -43,6 +43,7 @@ _KNOWN: dict[str, Goal] = {
 # Prefixes of metrics that trainer/evaluator.py derives from the devices' metrics.
 _OVER_DEVICES = re.compile(r"device_(mean|worst_tenth|deviation)_")
 _DEVIATION = "device_deviation_"
+ON_DEVICES = "devices_"  # prefix of metrics over the test data of all devices together
 MOST_RELAPSES = 1  # in the newest measurements; more cause a warning
 _RECENT = 20  # measurements in which relapses are counted
 _CLEARLY = 5  # normally distributed noise exceeds this a few times in a thousand
@@ -51,12 +52,13 @@ _CLEARLY = 5  # normally distributed noise exceeds this a few times in a thousan
 def goal_of(metric: str, declared: Goals) -> Goal | None:
     """The goal of a metric; None if it is neither declared nor well known.
 
-    ``val_loss`` and ``loss_test`` have the goal of ``loss``. Derived metrics over devices have the
-    goal of the devices' metric, except that the goal of a deviation is min.
+    ``val_loss`` and ``loss_test`` have the goal of ``loss``. Derived metrics over devices, and
+    those that devices measure (``devices_loss``), have the goal of the
+    devices' metric, except that the goal of a deviation is min.
     """
     if metric.startswith(_DEVIATION):
         return "min"
-    name = _OVER_DEVICES.sub("", metric)
+    name = _OVER_DEVICES.sub("", metric).removeprefix(ON_DEVICES)
     if name in declared:
         return declared[name]
     words = re.split(r"[^a-z0-9]+", name.lower())
@@ -80,6 +82,11 @@ def unknown_goal(metric: str) -> str:
     )
 
 
+def is_on_devices(metric: str) -> bool:
+    """Whether devices measure the metric, with ``evaluator.on_devices``."""
+    return metric.startswith(ON_DEVICES)
+
+
 def is_over_devices(metric: str) -> bool:
     """Whether fedstream derived the metric from the devices' metrics."""
     return _OVER_DEVICES.match(metric) is not None
@@ -88,11 +95,14 @@ def is_over_devices(metric: str) -> bool:
 def main_metric(names: Iterable[str], declared: Goals) -> str | None:
     """The default metric to show or compare; None if there is none.
 
-    Accuracy, or else the first by name that is not the loss, metrics with a goal first.
+    Accuracy, or else the first by name that is not the loss, metrics with a goal first. A metric
+    that devices measure comes after all others.
     """
 
-    def place(name: str) -> tuple[bool, bool, bool, str]:
-        return name != "accuracy", name == "loss", goal_of(name, declared) is None, name
+    def place(name: str) -> tuple[bool, bool, bool, bool, str]:
+        bare = name.removeprefix(ON_DEVICES)
+        unknown = goal_of(name, declared) is None
+        return bare != name, bare != "accuracy", bare == "loss", unknown, name
 
     return min((name for name in names if not is_over_devices(name)), key=place, default=None)
 
@@ -164,16 +174,17 @@ class Stopping:
 
     def add(self, metrics: Mapping[str, float], version: int) -> str:
         """Add the next measurement, or the last one again; returns the same as :meth:`why`."""
+        if self._settings is None or self._settings.metric not in metrics:
+            return ""
         if self._last is not None and self._last[0] == version:
             _, self._best, self._waited = self._last
         self._last = version, self._best, self._waited
         found = self.why(metrics, version)
-        if self._settings is not None and self._settings.metric in metrics:
-            value = metrics[self._settings.metric]
-            if self._is_best(value):
-                self._best, self._waited = (value, version), 0
-            else:
-                self._waited += 1
+        value = metrics[self._settings.metric]
+        if self._is_best(value):
+            self._best, self._waited = (value, version), 0
+        else:
+            self._waited += 1
         return found
 
     def _is_best(self, value: float) -> bool:

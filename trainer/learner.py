@@ -16,6 +16,7 @@ from fedstream.core.layout import Payload
 from fedstream.trainer import vector
 from fedstream.trainer.compression import Compression, compress
 from fedstream.trainer.data import Processor, check, placed, size_of
+from fedstream.trainer.on_devices import sums_of
 from fedstream.trainer.solvers import Trained
 from fedstream.trainer.task import untrained
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from fedstream.core.formats import Format
     from fedstream.core.layout import Floats, Model
-    from fedstream.core.messages import Sends
+    from fedstream.core.messages import Sends, Sum
     from fedstream.trainer.solvers import Work
     from fedstream.trainer.task import Task
     from fedstream.trainer.workspace import Start
@@ -130,6 +131,17 @@ class Learner:
         seed = work.seed if sends == "model" else None  # models are dithered, see core/bf16.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest_like(start.digest))
+
+    def measure(self, model: Model, device: int) -> tuple[int, dict[str, Sum]] | None:
+        """Samples, sums and weights of a model's metrics on a device's test data; None: no data.
+
+        Raises the errors of :func:`fedstream.trainer.on_devices.sums_of`.
+        """
+        data = self.task.device_test_data(device)
+        if data is None:
+            return None
+        vector.load(model, self._module)
+        return sums_of(self.task, self._module, placed(data, self._place))
 
     def _loaded(self, device: int) -> Dataset[Any]:
         """The data of a device. Raises DataError if the data is empty, and the task's errors."""

@@ -17,7 +17,7 @@ from fedstream.broker import blobs
 from fedstream.broker.ledger.base import word
 from fedstream.broker.ledger.trainer import TakenTask
 from fedstream.core.errors import FedstreamError, OutOfMemory
-from fedstream.core.messages import Dead, GiveUp, Upload
+from fedstream.core.messages import Dead, GiveUp, Measured, Upload
 from fedstream.runtime.backoff import Backoff, pause
 
 if TYPE_CHECKING:
@@ -203,9 +203,9 @@ class Delivery:
     async def send(
         self,
         entry: Entry,
-        answer: Upload | GiveUp,
-        update: Payload | None,
-        make_room: Callable[[], Awaitable[None]],
+        answer: Upload | GiveUp | Measured,
+        update: Payload | None = None,
+        make_room: Callable[[], Awaitable[None]] | None = None,
         stage: Callable[[], Awaitable[Sequence[str]]] | None = None,
         *,
         along: bool = False,
@@ -213,8 +213,8 @@ class Delivery:
         """Send the answer, retrying transient errors so that finished work isn't lost.
 
         Returns False if the lease was lost. Retries are safe, as answering is idempotent.
-        ``update``: the payload of an upload; None for a give-up. ``make_room``: called if Redis is
-        full. ``stage``: writes the error feedback, and returns its staged and final keys.
+        ``update``: the payload of an upload; None: another answer. ``make_room``: called if Redis
+        is full. ``stage``: writes the error feedback, and returns its staged and final keys.
 
         ``along``: request the next task in the same write. If the answer must be sent again, a
         taken task is handed back first, and no further one is requested.
@@ -247,7 +247,7 @@ class Delivery:
                 if not error.retriable or self._context.stop.is_set():
                     raise
                 self._context.log.warning("answer not delivered yet", reason=str(error))
-                if isinstance(error, OutOfMemory):
+                if isinstance(error, OutOfMemory) and make_room is not None:
                     await make_room()
                 await pause(self._context.stop, backoff.next())
             else:

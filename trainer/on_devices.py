@@ -1,16 +1,36 @@
-"""Evaluation on the devices: which devices are asked, and the metrics over their answers. No I/O.
+"""Metrics on the devices' own test data: how well a model serves each device. No I/O.
 
-In the field nobody has a central test set. A device measures a version on its own test data, and
+In a simulation, and with ``evaluator.per_device``, the evaluator measures all devices. With
+``evaluator.on_devices``, devices measure themselves: in the field nobody has their test data. Each
 answers with its metrics' sums and weights alone.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from math import ceil, fsum, isnan, sqrt
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
+from fedstream.core.messages import Measured, Sum
 from fedstream.runtime.config import Section
+from fedstream.trainer.data import Processor, placed
+from fedstream.trainer.goals import ON_DEVICES, Goals, goal_of
+from fedstream.trainer.task import Mean, NoLabels, Task, measured, measured_means
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from torch import nn
+    from torch.utils.data import Dataset
+
+_MOST = 10_000  # devices that the evaluator measures
+_TENTH = 0.1
+_WEIGHTS = 10  # times the median
 
 
 class OnDevicesSettings(Section):
@@ -32,3 +52,131 @@ class OnDevicesSettings(Section):
         if self.count is not None and self.count < self.min_devices:
             raise ValueError(f"count = {self.count} is below min_devices = {self.min_devices}")
         return self
+
+
+def has_device_tests(task: Task) -> bool:
+    """Whether a task defines test data for devices."""
+    return type(task).device_test_data is not Task.device_test_data
+
+
+def device_metrics(
+    task: Task,
+    module: nn.Module,
+    devices: int,
+    place: Processor = "cpu",
+    cancelled: Callable[[], bool] = lambda: False,
+) -> dict[int, dict[str, float]]:
+    """The metrics of a model on each device's test data, by device.
+
+    Devices without test data or without counted labels are absent.
+
+    If there are more than 10,000 devices, that many are measured, evenly spaced. Once
+    ``cancelled()`` is true, returns the devices measured so far. Raises the task's errors.
+    """
+    found: dict[int, dict[str, float]] = {}
+    step = max(1, ceil(devices / _MOST))
+    for device in range(0, devices, step):
+        if cancelled():
+            break
+        data = task.device_test_data(device)
+        if data is not None:
+            with suppress(NoLabels):
+                found[device] = measured(task, module, placed(data, place))
+    return found
+
+
+def spread(found: Mapping[int, Mapping[str, float]], declared: Goals) -> dict[str, float]:
+    """Summarise devices' metrics: the mean, deviation and worst tenth of each over the devices.
+
+    Every device has the same weight. ``device_worst_tenth_accuracy`` is the mean accuracy of the
+    worst tenth of the devices (at least one), ``device_deviation_accuracy`` the standard deviation
+    over all devices. A metric without a goal (in ``declared``, or well known) has no worst tenth.
+    """
+    names = {name: None for metrics in found.values() for name in metrics}
+    out: dict[str, float] = {}
+    for name in names:
+        values = [metrics[name] for metrics in found.values() if name in metrics]
+        mean = sum(values) / len(values)
+        out[f"device_mean_{name}"] = mean
+        if (goal := goal_of(name, declared)) is not None:
+            sign = -1.0 if goal == "min" else 1.0
+            values.sort(key=lambda value: (not isnan(value), sign * value))  # NaN is the worst
+            worst = values[: ceil(_TENTH * len(values))]
+            out[f"device_worst_tenth_{name}"] = sum(worst) / len(worst)
+        deviation = sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        out[f"device_deviation_{name}"] = deviation
+    return out
+
+
+def chosen(
+    present: Sequence[int],
+    settings: OnDevicesSettings,
+    *,
+    seed: int,
+    version: int,
+    without: Collection[int] = (),
+) -> tuple[int, ...]:
+    """The devices that measure a version, in order: the same for the same arguments.
+
+    ``seed``: the run's. ``without``: devices that are left out, unless no others are present.
+    """
+    others = [device for device in present if device not in without] if without else present
+    among = others or present
+    if settings.count is not None:
+        number = min(settings.count, len(among))
+    else:
+        assert settings.fraction is not None  # noqa: S101  (or a count, as the settings check)
+        number = ceil(settings.fraction * len(among))
+    return tuple(sorted(random.Random(f"{seed}/{version}").sample(among, number)))
+
+
+def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dict[str, Sum]]:
+    """A device's samples, and each metric's sum and weight on its test data.
+
+    A metric that is no :class:`Mean` is weighted by the samples. Raises the errors of
+    :func:`measured`.
+    """
+    samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    found = measured_means(task, module, data)
+    return samples, {
+        name: (value.sum, value.count)
+        if isinstance(value, Mean)
+        else (value * samples, float(samples))
+        for name, value in found.items()
+    }
+
+
+def totals(answers: Mapping[int, Measured], most_weight: float | None = None) -> dict[str, Sum]:
+    """Add up the devices' sums and weights, exactly rounded, so in any order.
+
+    An untrusted site's device may claim any weight. Such a metric counts with at most
+    ``most_weight``, or if that is None, with 10 times the median of all devices' weights, and in
+    proportion with its sum.
+    """
+    names = {name: None for answer in answers.values() for name in answer.sums}
+    found = {}
+    for name in names:
+        told = [(one.sums[name], one.trusted) for one in answers.values() if name in one.sums]
+        most = most_weight or _WEIGHTS * median(weight for (_, weight), _ in told)
+        counted = [
+            (total, weight) if trusted or weight <= most else (total / weight * most, most)
+            for (total, weight), trusted in told
+        ]
+        found[name] = fsum(total for total, _ in counted), fsum(weight for _, weight in counted)
+    return found
+
+
+def metrics_over(
+    sums: Mapping[str, Sum], answers: Mapping[int, Measured], declared: Goals
+) -> dict[str, float]:
+    """The metrics of an evaluation: ``devices_accuracy`` and so on, and their spread.
+
+    ``devices_accuracy`` is the mean over all test rows of the devices, ``device_mean_accuracy`` the
+    mean over the devices (see :func:`spread`).
+    """
+    each = {
+        device: {name: total / weight for name, (total, weight) in answer.sums.items()}
+        for device, answer in answers.items()
+    }
+    over_rows = {f"{ON_DEVICES}{name}": total / weight for name, (total, weight) in sums.items()}
+    return over_rows | spread(each, declared)

@@ -27,7 +27,15 @@ from fedstream.broker.streams import Group
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError, NoRun
 from fedstream.core.formats import F32
 from fedstream.core.layout import Model
-from fedstream.core.messages import Assignment, GiveUp, Trigger, Upload, task_id
+from fedstream.core.messages import (
+    Assignment,
+    Evaluation,
+    GiveUp,
+    Trigger,
+    Upload,
+    decode,
+    task_id,
+)
 from fedstream.core.records import Run
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.service import Context, Worker, repeat
@@ -36,6 +44,7 @@ from fedstream.trainer.attempt import Attempt, AttemptContext, Newest
 from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures, OutageLimit
 from fedstream.trainer.leases import Delivery, Leases
+from fedstream.trainer.measuring import Evaluated, measurement
 from fedstream.trainer.metrics import TrainerMetrics
 from fedstream.trainer.saved_work import Feedback, SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
@@ -313,7 +322,8 @@ class Trainer:
             shared.context,
             shared.metrics,
         )
-        return _Shift(shared, leases, delivery, self._client)
+        evaluated = Evaluated(self._client, self._keys, shared.run.layout)
+        return _Shift(shared, leases, delivery, self._client, evaluated)
 
     def _initiative(
         self, settings: InitiativeSettings, shared: AttemptContext, shift: _Shift
@@ -354,14 +364,20 @@ class _Shift:
     """Performs a trainer's tasks, one at a time."""
 
     def __init__(
-        self, shared: AttemptContext, leases: Leases, delivery: Delivery, client: Client
+        self,
+        shared: AttemptContext,
+        leases: Leases,
+        delivery: Delivery,
+        client: Client,
+        evaluated: Evaluated,
     ) -> None:
         self._shared = shared
         self._context = shared.context
         self.leases = leases
         self._delivery = delivery
         self._client = client
-        self.task: Assignment | None = None  # being performed
+        self.task: Assignment | Evaluation | None = None  # being performed
+        self._evaluated = evaluated
         self.answers = 0
 
     @property
@@ -390,17 +406,38 @@ class _Shift:
         if taken is None:
             return
         try:
-            task = Assignment.decode(taken.entry.data)
+            task = decode(taken.entry.data, Assignment, Evaluation)
         except BadMessage as error:
             await self._delivery.bury(taken.entry, str(error))
             return
         self.task = task
         unbound = bind_contextvars(task=task.task, device=task.device)
         try:
-            await self._perform(taken, task)
+            if isinstance(task, Evaluation):
+                await self._measure(taken, task)
+            else:
+                await self._perform(taken, task)
         finally:
             self.task = None
             reset_contextvars(**unbound)
+
+    async def _measure(self, taken: TakenTask, task: Evaluation) -> None:
+        """Evaluate a version on the device's test data, and send the metrics."""
+        metrics, entry = self._shared.metrics, taken.entry
+        async with self.leases.held(entry) as lost:
+            try:
+                answer = await measurement(task, lost, self._shared, self._evaluated)
+            except Cancelled:
+                if not lost.is_set():
+                    self._client.hurry(_GOODBYE_S)
+                    await self.leases.hand_back(entry)
+                self.leases.settle()
+                metrics.ended("lease lost" if lost.is_set() else "handed back")
+                return
+            said = await self._delivery.send(entry, answer, along=self._goes_on())
+        self.leases.settle()
+        self.answers += said
+        metrics.ended(answer.kind if said else "lease lost")
 
     async def _perform(self, taken: TakenTask, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""

@@ -35,6 +35,28 @@ if TYPE_CHECKING:
 IGNORED = -100  # torch's mark of a label that doesn't count: cross_entropy's ignore_index
 
 
+class Mean(float):
+    """A metric that is a mean, with its sum and the count over which it is one.
+
+    ``metrics()`` may return it in place of a number: sums and counts add up exactly over devices,
+    where other metrics are weighted by the devices' samples. ``count`` may be a sum of weights.
+    """
+
+    sum: float
+    count: float
+
+    def __new__(cls, sum: float, count: float) -> Mean:  # noqa: A002  (the field's usual name)
+        """Raises ValueError unless ``count`` is above 0."""
+        if not count > 0:
+            raise ValueError(f"Mean(sum, count) needs a count above 0, not {count}")
+        self = super().__new__(cls, sum / count)
+        self.sum, self.count = float(sum), float(count)
+        return self
+
+    def __reduce__(self) -> tuple[type[Mean], tuple[float, float]]:
+        return Mean, (self.sum, self.count)
+
+
 class NoLabels(DataError):
     """No label of the data counts."""
 
@@ -84,7 +106,8 @@ class Task(ABC):
     def device_test_data(self, device: int) -> Dataset[Any] | None:
         """The test data of one device, map-style; None: the device is not measured.
 
-        Devices are measured, by :meth:`metrics`, only with ``evaluator.per_device``.
+        Devices are measured, by :meth:`metrics`, only with ``evaluator.per_device`` or
+        ``evaluator.on_devices``.
         """
         return None
 
@@ -156,7 +179,7 @@ class Task(ABC):
                 answers += int((y != IGNORED).sum())  # where y is a sequence, many per sample
         if not answers:
             raise NoLabels("there is nothing to evaluate: every label is -100, which doesn't count")
-        return {"accuracy": hits / answers, "loss": loss / answers}
+        return {"accuracy": Mean(hits, answers), "loss": Mean(loss, answers)}
 
     @property
     def run_devices(self) -> int | None:
@@ -328,6 +351,11 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
     Raises DataError if the metrics are not a dict of numbers by name, and the errors of
     ``metrics()``.
     """
+    return {name: float(value) for name, value in measured_means(task, module, data).items()}
+
+
+def measured_means(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+    """The metrics as :func:`measured` returns them, but each :class:`Mean` as it is."""
     import torch
 
     modes = [(part, part.training) for part in module.modules()]
@@ -339,7 +367,10 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
         for part, mode in modes:
             part.training = mode
     try:
-        return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
+        return {
+            str(name): value if isinstance(value, Mean) else float(value)
+            for name, value in found.items()  # type: ignore[attr-defined]
+        }
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"metrics() did not return a dict of names and numbers: {error}") from error
 

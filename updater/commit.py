@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -187,6 +187,8 @@ class Commits:
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self.publisher.outlived(publish[-1].size) if publish else (),
+            unneeded=self.publisher.without_kept(change.unneeded for change in changes),
+            events=[change.event for change in changes if change.event is not None],
             finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,
@@ -359,6 +361,10 @@ class Publisher:
         """The models to delete before another one of ``size`` bytes is published."""
         surplus = len(self._kept) + 1 - self._most(size)
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
+
+    def without_kept(self, blobs: Iterable[str | None]) -> tuple[str, ...]:
+        """Those models that no reader of versions may ask for."""
+        return tuple(blob for blob in blobs if blob is not None and blob not in self._kept)
 
     async def make_room(self) -> int:
         """Delete all models but the newest, for a full Redis; return their number."""

@@ -27,12 +27,27 @@ from fedstream.core.errors import BlobDamaged, BlobMissing, Undecodable
 from fedstream.core.formats import F32, Format, format_of
 from fedstream.core.given import given
 from fedstream.core.layout import Layout, Model, Payload
-from fedstream.core.messages import Outcome, RoundEnd, Sends, SetQuarantine, Upload, Version
-from fedstream.journal import QuarantineSet, RoundClosed, Taken
+from fedstream.core.messages import (
+    DevicesEvaluated,
+    Event,
+    Outcome,
+    RoundEnd,
+    Sends,
+    SetQuarantine,
+    Upload,
+    Version,
+)
+from fedstream.journal import EvaluationEnded, QuarantineSet, RoundClosed, Taken
 from fedstream.journal.norms import WINDOW, sizes
 from fedstream.journal.progress import Progress, Step, close_round, take, weight_of
 from fedstream.journal.rebuild import end_of, unfit
-from fedstream.journal.records import DROPPED_ROUNDS, QUARANTINES, WIRE_FORMATS, Counted
+from fedstream.journal.records import (
+    DROPPED_ROUNDS,
+    EVALUATIONS,
+    QUARANTINES,
+    WIRE_FORMATS,
+    Counted,
+)
 from fedstream.runtime.service import Context
 from fedstream.strategies import State, Strategy
 from fedstream.strategies.mixing import norm
@@ -47,7 +62,7 @@ LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 _AT_FIRST = (1,) * 20  # samples of updates before the first
 _SAMPLES = 10  # times the median
 
-QueueMessage = Upload | RoundEnd | SetQuarantine
+QueueMessage = Upload | RoundEnd | SetQuarantine | DevicesEvaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +91,8 @@ class Decider:
         """
         if isinstance(message, SetQuarantine):
             return self._set_quarantine(entry, message, state)
+        if isinstance(message, DevicesEvaluated):
+            return self._end_evaluation(entry, message, state)
         if isinstance(message, RoundEnd):
             return await _off_loop(state, partial(self._end_round, entry, message, state))
         # Checked before mixing into the strategy's memory, which cannot be undone.
@@ -271,6 +288,38 @@ class Decider:
         )
         return Change(entry.id, record, (), before)
 
+    def _end_evaluation(self, entry: Entry, ended: DevicesEvaluated, state: RunState) -> Change:
+        """Record an evaluation on the devices; without a record if it has one.
+
+        A Redis that fell back may end an evaluation once more. Observers are told again, as the
+        updater may have died between the record and the commit.
+        """
+        before, record = state.progress, None
+        if ended.evaluation > state.evaluation:
+            record = EvaluationEnded(
+                entry=entry.id,
+                evaluation=ended.evaluation,
+                measured=ended.version,
+                base=ended.base,
+                devices=ended.devices,
+                outcomes=ended.outcomes,
+                sums=ended.sums,
+                metrics=ended.metrics,
+                version=state.version,
+                time=self.ledger.now(),
+                received=entry.time,
+                counts=dict(state.besides),
+            )
+        event = Event(
+            what="devices_evaluated",
+            service="updater",
+            time=self.ledger.now(),
+            version=ended.version,
+            metrics=ended.metrics,
+            text=ended.summary,
+        )
+        return Change(entry.id, record, (), before, event=event, unneeded=ended.blob)
+
     # both
 
     def _apart(self, state: RunState) -> RunState:
@@ -314,6 +363,8 @@ def need_of(entry: Entry, message: QueueMessage, state: RunState) -> str:
         return WIRE_FORMATS if message.format != F32.name else ""
     if isinstance(message, RoundEnd):
         return DROPPED_ROUNDS if message.drops else ""
+    if isinstance(message, DevicesEvaluated):
+        return EVALUATIONS if message.evaluation > state.evaluation else ""
     changes = state.quarantines.changed(message) and not state.ends.obeyed(entry.id)
     return QUARANTINES if changes else ""
 

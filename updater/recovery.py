@@ -40,7 +40,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
-from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
 from fedstream.journal.writer import sync_and_drop_cache
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
@@ -406,6 +406,7 @@ class Recovery:
             besides=found.counts,
             forgotten=found.forgotten,
             quarantines=found.quarantines,
+            evaluation=found.evaluation,
         )
 
     def _run_of(self, found: Recovered, run: Run | None, strategy: Strategy) -> Run:
@@ -464,6 +465,8 @@ class Recovery:
         known = _PASSED_ON & set(mine.needs if mine else ())
         if state.quarantines.taken:
             known.add(QUARANTINES)
+        if state.evaluation:
+            known.add(EVALUATIONS)
         head = SegmentHead(
             needs=tuple(sorted(needs | known)),
             epoch=self.recorder.epoch,
@@ -502,6 +505,7 @@ class Recovery:
             rounds=state.ends.controls,
             quarantines=state.quarantines.taken,
             quarantined=state.quarantines.groups,
+            evaluation=state.evaluation,
         )
         with self.metrics.timed("checkpoint"):
             left = await self.recorder.begin(

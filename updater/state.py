@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fedstream.core.layout import Layout, Model, Payload
-from fedstream.core.messages import Contribution, Version
+from fedstream.core.messages import Contribution, Event, Version
 from fedstream.core.records import (
     NO_QUARANTINES,
     End,
@@ -21,7 +21,7 @@ from fedstream.core.records import (
     counted,
     without,
 )
-from fedstream.journal import EntryRecord, QuarantineSet, Taken
+from fedstream.journal import EntryRecord, EvaluationEnded, QuarantineSet, Taken
 from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import quarantines_after
@@ -45,6 +45,8 @@ class Change:
     finish: str | None = None  # why this ends the run, if it does
     used: tuple[Payload, ...] = ()  # payloads read or written: models, the received update
     given: Payload | None = None  # the version's published payload
+    event: Event | None = None  # told with the commit
+    unneeded: str | None = None  # name of a model that is deleted unless it is kept
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""
@@ -156,6 +158,7 @@ class RunState:
     forgotten: int = 0  # ends of tasks that began before this version may be lost
     sealed: bool = False  # the newest segment records the end of the run
     quarantines: Quarantines = NO_QUARANTINES
+    evaluation: str = ""  # the newest evaluation on the devices that has a record
     ahead: Head | None = None  # Redis's head, while it has versions that the journal lost
     compared: int = 0  # epoch of the last comparison with Redis; 0: compare again
 
@@ -200,9 +203,11 @@ class RunState:
             digest, made_at, made = version.digest, version.time, version.updates
         if change.finish is not None:
             run = replace(run, state="finished", why=change.finish, finished=made_at)
-        quarantines = self.quarantines
+        quarantines, evaluation = self.quarantines, self.evaluation
         if isinstance(change.record, QuarantineSet):
             quarantines = quarantines_after(quarantines, change.record)
+        elif isinstance(change.record, EvaluationEnded):
+            evaluation = change.record.evaluation
         return replace(
             self,
             run=run,
@@ -212,6 +217,7 @@ class RunState:
             made=made,
             journalled=journalled,
             quarantines=quarantines,
+            evaluation=evaluation,
         )
 
     def apart(self, into: Model | None) -> RunState:

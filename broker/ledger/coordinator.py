@@ -19,6 +19,7 @@ from fedstream.core.messages import (
     Event,
     GiveUp,
     Heartbeat,
+    Measured,
     Presence,
     RoundEnd,
     Trigger,
@@ -27,6 +28,7 @@ from fedstream.core.messages import (
 )
 
 _ADMIT = Script("admit")
+_ADMIT_MEASURED = Script("admit_measured")
 _AGE_LETTERS = Script("age_letters")
 _ANNOUNCE = Script("announce")
 _BEAT = Script("beat")
@@ -51,6 +53,9 @@ RIGHTS = Rights(
         "admitted",
         "ended",
         "counts",
+        "evaluation",
+        "evaluations",
+        "measured",
         "events",
         "changes",
         "trainers",
@@ -97,6 +102,7 @@ RIGHTS = Rights(
     ),
     scripts=(
         _ADMIT,
+        _ADMIT_MEASURED,
         _AGE_LETTERS,
         _ANNOUNCE,
         _BEAT,
@@ -302,6 +308,33 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             said,
             packed(event),
             rest=[self.keys.update(blob), self.keys.queued(blob)],
+            stream=self.keys.inbox(site),
+        )
+
+    def admit_measured(
+        self, site: str, entry: Entry, answer: Measured, *, outcome: str, trusted: bool
+    ) -> Pending[tuple[str, str]]:
+        """Admit a device's answer to an evaluation, with its outcome by the answer's content.
+
+        Returns ('measured', the counted outcome), ('stray', reason) or ('repeated', '').
+        """
+        about = {
+            "group": COORDINATORS,
+            "entry": entry.id,
+            "site": site,
+            "task": answer.task,
+            "attempt": answer.attempt,
+            "device": answer.device,
+            "version": str(answer.version),
+            "base": answer.base,
+            "outcome": outcome,
+        }
+        return self._pending(
+            _ADMIT_MEASURED,
+            verdict,
+            packed(about),
+            answer.encode(site=site, trusted=trusted, trainer=member(site, answer.trainer)),
+            packed(self._event(device=answer.device)),
             stream=self.keys.inbox(site),
         )
 

@@ -57,7 +57,7 @@ RIGHTS = Rights(
         "rates",
         "letters",
     ),
-    reads=LOOKED_AT,
+    reads=(*LOOKED_AT, "evaluation"),
     writes=("dead",),
     commands=(
         "xread",
@@ -176,6 +176,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             "journalled": packed(dict(commit.journalled)),
             "before": commit.before,
             "versions": [_published(version) for version in versions],
+            "events": [event.encode() for event in commit.events],
         }
         if commit.finish is not None:
             about["finish"] = commit.finish
@@ -187,7 +188,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         rest = [
             *(self.keys.model(version.blob) for version in versions[-1:]),
             *(self.keys.queued(blob) for blob in commit.updates),
-            *(self.keys.model(blob) for blob in commit.retired),
+            *(self.keys.model(blob) for blob in (*commit.retired, *commit.unneeded)),
         ]
         if look is not None:
             reply = await self._looking(look, arguments, rest, ahead)

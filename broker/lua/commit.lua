@@ -1,10 +1,12 @@
 -- keys: tokens run head models kept lineage queue open admitted ended events counts changes failing
+-- undeclared: evaluation
 -- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
 -- fell back to an older state is detected by its newest version, or by the number of journalled
 -- ends it was told, which must be at least as many as were committed before. ARGV: the change, the
 -- entry of each version. rest: the blob of the last version, if there is any, then blobs to delete.
--- Nobody can ask for the versions before the last one, so they have no blob. Idempotent: may be
--- repeated after a lost reply, also together with later versions.
+-- Nobody can ask for the versions before the last one, so they have no blob. A model that devices
+-- evaluate is not deleted, but expires when the evaluation has to end. Idempotent: may be repeated
+-- after a lost reply, also together with later versions; observers may then be told twice.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -54,7 +56,17 @@ for _, ended in ipairs(a.ends) do
 end
 for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
 for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
-for i = first_rest + (last and 1 or 0), #KEYS do redis.call('UNLINK', KEYS[i]) end
+local evaluated, until_ms = unpack(redis.call('HMGET', key.evaluation, 'model', 'until_ms'))
+for i = first_rest + (last and 1 or 0), #KEYS do
+  if KEYS[i] == evaluated then
+    redis.call('PEXPIREAT', KEYS[i], until_ms)
+  else
+    redis.call('UNLINK', KEYS[i])
+  end
+end
+for _, event in ipairs(a.events) do
+  redis.call('XADD', key.events, 'MAXLEN', '~', EVENTS_KEPT, '*', 'm', event)
+end
 if a.finish then
   redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)
 end

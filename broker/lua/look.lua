@@ -70,18 +70,12 @@ if devices[1] == 'all' then
   failing = redis.call('HGETALL', key.failing)
 end
 
-local trainers = redis.call('ZCOUNT', key.alive, '(0', '+inf')
-local workers = trainers
-for _, devices in ipairs(redis.call('HVALS', key.concurrent)) do
-  workers = workers - 1 + (tonumber(devices) or 1)
-end
-
 local owned = redis.call('HLEN', key.owners)
 local now = redis.call('TIME')
 return {
   redis.call('HGETALL', key.run), redis.call('HGETALL', key.head), redis.call('HGETALL', key.counts),
   redis.call('HLEN', key.open), redis.call('HLEN', key.admitted), redis.call('XLEN', key.queue),
-  redis.call('XLEN', key.triggers), said, trainers, workers,
+  redis.call('XLEN', key.triggers), said, redis.call('ZCOUNT', key.alive, '(0', '+inf'), workers(),
   redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), owned,
   owned > 0 and pool_serves() and 1 or 0,
   newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),

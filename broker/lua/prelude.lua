@@ -275,6 +275,15 @@ local function withdraw(tasks, sent, group, why, event)
   end
 end
 
+-- How many devices can work at the same time: the live trainers, counting for a gateway its devices.
+local function workers()
+  local n = redis.call('ZCOUNT', key.alive, '(0', '+inf')
+  for _, devices in ipairs(redis.call('HVALS', key.concurrent)) do
+    n = n - 1 + (tonumber(devices) or 1)
+  end
+  return n
+end
+
 -- Whether there is a live trainer that owns nothing, and so serves the unowned devices.
 local function pool_serves()
   for _, name in ipairs(redis.call('SMEMBERS', key.pool)) do

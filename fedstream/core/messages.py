@@ -29,7 +29,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedstream.core.errors import BadMessage
-from fedstream.core.reasons import Overdue
+from fedstream.core.reasons import MEASURED, Overdue
 
 POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 SCHEMA = 1  # the schema that this release writes
@@ -52,6 +52,7 @@ WHY_QUARANTINED = 100
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
+D = TypeVar("D", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -351,7 +352,9 @@ class DevicesEvaluated(Message):
     """A control entry in the queue: an evaluation on the devices has ended."""
 
     kind: ClassVar[str] = "devices_evaluated"
+    evaluation: Id  # ordered by time: an earlier one has ended before
     version: Count  # the version that was evaluated
+    blob: Name  # its model's name
     base: Name  # digest of its model, as given
     devices: Count  # that were asked
     outcomes: dict[Name, Count]  # of the devices, by outcome; they add up to `devices`
@@ -359,6 +362,15 @@ class DevicesEvaluated(Message):
     # Both are empty if fewer devices than `evaluator.on_devices.min_devices` were measured.
     sums: Annotated[dict[Name, Sum], Field(max_length=METRICS)] = Field(default_factory=dict)
     metrics: dict[Name, float] = Field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """What became of the devices, for people."""
+        found = f"{self.outcomes.get(MEASURED, 0)} of {self.devices} devices measured"
+        others = [f"{n} {name}" for name, n in self.outcomes.items() if name != MEASURED]
+        if others:
+            found += f" ({', '.join(others)})"
+        return found if self.metrics else f"{found}: too few for metrics"
 
 
 class Quarantine(BaseModel):
@@ -416,7 +428,7 @@ class Event(Message):
     """An event for observers. ``what`` determines which fields are set."""
 
     kind: ClassVar[str] = "event"
-    what: Name  # outcome, stray, evaluation, trainer, run, error
+    what: Name  # outcome, stray, evaluation, devices_evaluated, trainer, run, error
     service: Name
     time: float
     task: str | None = None
@@ -449,6 +461,10 @@ def decode(data: bytes, first: type[A], /) -> A: ...
 def decode(data: bytes, first: type[A], second: type[B], /) -> A | B: ...
 @overload
 def decode(data: bytes, first: type[A], second: type[B], third: type[C], /) -> A | B | C: ...
+@overload
+def decode(
+    data: bytes, first: type[A], second: type[B], third: type[C], fourth: type[D], /
+) -> A | B | C | D: ...
 @overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:

@@ -14,6 +14,7 @@ from fedstream.core.layout import Layout
 from fedstream.core.messages import (
     OUTCOMES,
     Encoded,
+    Event,
     Goal,
     Outcome,
     Quarantine,
@@ -406,6 +407,8 @@ class Commit:
     entries: Sequence[str] = ()  # queue entries to delete
     updates: Sequence[str] = ()  # blobs of updates to delete
     retired: Sequence[str] = ()  # blobs of models to delete
+    unneeded: Sequence[str] = ()  # the same, of models that were retired before
+    events: Sequence[Event] = ()  # for observers
     finish: str | None = None  # why the run ends with this commit
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before

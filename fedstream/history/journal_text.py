@@ -17,10 +17,12 @@ from rich.table import Table
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import OUTCOMES
+from fedstream.core.reasons import MEASURED
 from fedstream.history.bisect import Cause
 from fedstream.journal import (
     Cut,
     EntryRecord,
+    EvaluationEnded,
     JournalError,
     QuarantineSet,
     Record,
@@ -280,8 +282,13 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
     }
 
 
-def _control(entry: RoundClosed | QuarantineSet) -> dict[str, str]:
+def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded) -> dict[str, str]:
     """Cells of a control entry."""
+    if isinstance(entry, EvaluationEnded):
+        found = entry.outcomes.get(MEASURED, 0)
+        what = f"version {entry.measured} by {found} of {entry.devices} devices"
+        named = (f"{name} {value:.4g}" for name, value in entry.metrics.items())
+        return {"outcome": "evaluation", "reason": ": ".join([what, ", ".join(named)])}
     if isinstance(entry, RoundClosed):
         return {"outcome": "round end", "reason": entry.why or f"of version {entry.round}"}
     what = "release" if entry.release else "quarantine"

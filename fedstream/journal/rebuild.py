@@ -29,6 +29,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import (
     EntryRecord,
+    EvaluationEnded,
     QuarantineSet,
     RoundClosed,
     SegmentHead,
@@ -377,6 +378,7 @@ class Recovered:
     ending: SegmentEnd  # of the segment, after the last record that counts
     norms: Norms  # of the newest updates, with or without their weights
     quarantines: Quarantines
+    evaluation: str  # the newest evaluation on the devices that has a record
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
     reweighed: int = 0  # updates whose weight this machine computes minimally differently
@@ -408,6 +410,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         ending=segment.beginning,
         norms=rebuild.progress.norms,
         quarantines=Quarantines(said.quarantines, said.quarantined),
+        evaluation=said.evaluation,
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
     )
     for record in segment.records():
@@ -433,6 +436,8 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             found.rounds.append(message.entry)
         if isinstance(message, QuarantineSet):
             found.quarantines = quarantines_after(found.quarantines, message)
+        elif isinstance(message, EvaluationEnded):
+            found.evaluation = message.evaluation
     found.torn_bytes, found.torn = segment.size - found.ending.at, segment.torn
     found.reweighed = rebuild.reweighed
     return found

@@ -21,7 +21,13 @@ from fedstream.core.errors import BadMessage
 from fedstream.core.messages import decode
 from fedstream.journal.errors import JournalDamaged
 from fedstream.journal.frames import FRAME_BYTES, filled, frame_of, whole_parts
-from fedstream.journal.records import EntryRecord, QuarantineSet, RoundClosed, Taken
+from fedstream.journal.records import (
+    EntryRecord,
+    EvaluationEnded,
+    QuarantineSet,
+    RoundClosed,
+    Taken,
+)
 
 Path: TypeAlias = tuple[str | int, ...]  # keys that lead to a value
 NumberArray: TypeAlias = npt.NDArray[Any]
@@ -124,7 +130,7 @@ def _group(
 
 def _decoded(message: bytes) -> EntryRecord:
     try:
-        return decode(message, Taken, RoundClosed, QuarantineSet)
+        return decode(message, Taken, RoundClosed, QuarantineSet, EvaluationEnded)
     except BadMessage as error:
         raise JournalDamaged(str(error)) from error
 

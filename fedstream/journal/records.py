@@ -14,6 +14,7 @@ from fedstream.core.messages import (
     Name,
     Outcome,
     Quarantine,
+    Sum,
     Upload,
 )
 
@@ -22,8 +23,9 @@ VECTORS = "device vectors"  # needed to read a segment that has any
 QUARANTINES = "quarantines"  # needed to read a segment that may have any
 WIRE_FORMATS = "wire formats"  # needed to read a segment that may have encoded updates
 DROPPED_ROUNDS = "dropped rounds"  # needed to read a segment that may have any
+EVALUATIONS = "evaluations on devices"  # needed to read a segment that may have any
 # The needs that this release can meet.
-KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS})
+KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS, EVALUATIONS})
 
 _YEAR_9999 = 253_402_300_799.0
 
@@ -104,6 +106,7 @@ class Standing(Message):
     elsewhere: tuple[tuple[Count, SegmentName], ...] = ()  # where the others' vectors are
     quarantines: Count = 0  # control entries that changed a quarantine, up to here
     quarantined: tuple[Quarantine, ...] = ()
+    evaluation: str = ""  # the newest evaluation on the devices that has a record
 
 
 class DeviceVector(Message):
@@ -169,7 +172,29 @@ class QuarantineSet(Message):
     counts: Counts = Field(default_factory=dict)
 
 
-EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet  # of an entry of the queue
+class EvaluationEnded(Message):
+    """A queue entry that ended an evaluation on the devices; it changes no model."""
+
+    kind: ClassVar[str] = "evaluation_ended"
+    digest: ClassVar[None] = None  # it never makes a version,
+    given: ClassVar[None] = None
+    finished: ClassVar[None] = None  # and never ends the run
+    entry: Name
+    evaluation: Name
+    measured: Count  # the version that was evaluated
+    base: Name  # digest of its model, as given
+    devices: Count  # that were asked
+    outcomes: Counts  # of the devices
+    sums: dict[Name, Sum] = Field(default_factory=dict)  # over the measured devices
+    metrics: dict[Name, float] = Field(default_factory=dict)
+    version: Count  # the newest one
+    time: Time
+    received: Time
+    counts: Counts = Field(default_factory=dict)
+
+
+# Of an entry of the queue.
+EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet | EvaluationEnded
 KINDS: tuple[type[Message], ...] = (
     SegmentHead,
     Standing,
@@ -177,6 +202,7 @@ KINDS: tuple[type[Message], ...] = (
     Taken,
     RoundClosed,
     QuarantineSet,
+    EvaluationEnded,
 )
 
 

@@ -33,7 +33,14 @@ from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
 from fedstream.journal.rebuild import Rebuild, check_checkpoint, format_in, recorded, rule_of
-from fedstream.journal.records import EntryRecord, RoundClosed, Taken, is_used
+from fedstream.journal.records import (
+    EntryRecord,
+    EvaluationEnded,
+    QuarantineSet,
+    RoundClosed,
+    Taken,
+    is_used,
+)
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
 from fedstream.journal.updates import check_digest, decoded, update_of
 from fedstream.journal.what_if import Unused, WhatIf
@@ -42,6 +49,11 @@ from fedstream.strategies import Memory, Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment and its cut
 
+_CONTROLS: dict[type, str] = {
+    RoundClosed: "the end of a round",
+    QuarantineSet: "a change of a quarantine",
+    EvaluationEnded: "the end of an evaluation on the devices",
+}
 _LONG = 1 << 20  # bytes of an update that is worth checking in a thread
 _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 
@@ -78,8 +90,7 @@ class Moment:
         if not self._record.payload_bytes:
             where = self.place.where
             if not isinstance(self.message, Taken):
-                ends = isinstance(self.message, RoundClosed)
-                what = "the end of a round" if ends else "a change of a quarantine"
+                what = _CONTROLS[type(self.message)]
                 raise NotRecorded(f"{where}: is {what}, not an update")
             if not is_used(self.message):
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")

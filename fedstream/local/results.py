@@ -114,7 +114,7 @@ def _per_device(subject: Subject, devices: int) -> dict[int, dict[str, float]]:
 
     The evaluator reports only summaries over the devices. Raises DataError for errors of the task.
     """
-    from fedstream.trainer.evaluator import device_metrics
+    from fedstream.trainer.on_devices import device_metrics
 
     try:
         with redirect_stdout(sys.stderr):

@@ -34,8 +34,8 @@ from fedstream.trainer.data import (
     seeded,
     size_of,
 )
-from fedstream.trainer.evaluator import has_device_tests
 from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
 from fedstream.trainer.task import Task, measured, solver_for_device, untrained
 

@@ -28,8 +28,9 @@ from fedstream.settings.start import first_model
 from fedstream.sinks.service import DRAIN_S, Sinks
 from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
-from fedstream.trainer.evaluator import Evaluator, has_device_tests
+from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.loading import load_task
+from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.solvers import Solvers
 from fedstream.trainer.task import declared_goals

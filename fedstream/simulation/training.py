@@ -16,9 +16,9 @@ from fedstream.simulation import stacked
 from fedstream.trainer import vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.descent import channels_last, lay_out
-from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
+from fedstream.trainer.on_devices import device_metrics, spread
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work
 from fedstream.trainer.task import Task, measured, solver_for_device, untrained
 

@@ -78,7 +78,12 @@ LEAST = {  # only what has no default
     ),
     "measured": Measured(task=ID, attempt="a1", device=3, trainer="t", version=4, base=DIGEST),
     "devices_evaluated": DevicesEvaluated(
-        version=4, base=DIGEST, devices=3, outcomes={"no answer in time": 3}
+        evaluation=ID,
+        version=4,
+        blob="4.1.ab",
+        base=DIGEST,
+        devices=3,
+        outcomes={"no answer in time": 3},
     ),
     "round_end": RoundEnd(version=4),
     "set_quarantine": SetQuarantine(devices=(3,)),
@@ -148,7 +153,9 @@ MOST = {  # everything there is
         trusted=True,
     ),
     "devices_evaluated": DevicesEvaluated(
+        evaluation=ID,
         version=4,
+        blob="4.1.ab",
         base=DIGEST,
         devices=3,
         outcomes={"measured": 2, "no answer in time": 1},

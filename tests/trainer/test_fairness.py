@@ -14,9 +14,9 @@ from fedstream.core.errors import ConfigError
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.trainer import evaluator
-from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.loading import load_task
+from fedstream.trainer.on_devices import device_metrics, spread
 from fedstream.trainer.task import Task
 
 

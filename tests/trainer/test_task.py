@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.core.errors import DataError
-from fedstream.trainer.evaluator import device_metrics, spread
 from fedstream.trainer.loading import load_task
+from fedstream.trainer.on_devices import device_metrics, spread
 from fedstream.trainer.solvers import Sgd, Work
 from fedstream.trainer.task import Task, TaskSettings, measured
 

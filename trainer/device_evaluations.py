@@ -1,0 +1,143 @@
+"""Evaluating versions on the devices: opening evaluations, sending their tasks, ending them.
+
+All state is in Redis (docs/architecture.md#evaluation-on-the-devices), so an evaluator that died
+left nothing behind that its successor does not find.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fedstream.core.messages import DevicesEvaluated, task_id
+from fedstream.core.reasons import NO_ANSWER, NO_TEST_DATA
+from fedstream.runtime.backoff import pause
+from fedstream.trainer.on_devices import chosen, metrics_over, totals
+
+if TYPE_CHECKING:
+    from fedstream.broker.ledger.evaluator import EvaluatorLedger, OpenEvaluation
+    from fedstream.core.records import Head, Run
+    from fedstream.runtime.service import Context
+    from fedstream.trainer.goals import Goals
+    from fedstream.trainer.on_devices import OnDevicesSettings
+
+_LOOK_S = 0.05  # between two looks at an evaluation,
+_LOOK_DEVICE_S = 5e-5  # and in addition for each of its devices
+_AT_ONCE = 500  # tasks in a request
+_WITHOUT = 10  # evaluations that leave a device out after it had no test data
+
+
+class DeviceEvaluations:
+    """Evaluates a run's versions on the devices, one after the other."""
+
+    def __init__(
+        self,
+        settings: OnDevicesSettings,
+        every: int,
+        ledger: EvaluatorLedger,
+        context: Context,
+        goals: Goals,
+        found: Callable[[dict[str, float], int], str],
+    ) -> None:
+        """``every``: versions between two evaluations. ``goals``: the task's.
+
+        ``found``: takes a version's metrics and its number; returns why the run ends, '' if not.
+        """
+        self._settings = settings
+        self._every = every
+        self._ledger = ledger
+        self._context = context
+        self._goals = goals
+        self._found = found
+        self._last: int | None = None  # the version evaluated last
+        self._without: dict[int, int] = {}  # device -> evaluations that still leave it out
+
+    def begin(self, last: int | None) -> None:
+        """Begin with a run. ``last``: the version evaluated last; None: none was."""
+        self._last = last
+        self._without.clear()
+
+    async def step(self, run: Run) -> None:
+        """Take the evaluation under way further, or open one if it is due."""
+        evaluation = await self._ledger.evaluation()
+        if evaluation is not None:
+            await self._go_on(evaluation)
+            return
+        head = await self._ledger.head()
+        is_over = run.state == "finished"
+        if head is None or not self._is_due(head, is_over) or not await self._open(run, head):
+            await pause(self._context.stop, 0.5 if is_over else _LOOK_S)
+
+    def _is_due(self, head: Head, is_over: bool) -> bool:
+        if self._last is None:
+            return True
+        behind = head.version - self._last  # negative after a restart of the run
+        return behind < 0 or behind >= self._every or (is_over and behind > 0)
+
+    async def _open(self, run: Run, head: Head) -> bool:
+        """Open an evaluation of the newest version; False if no device is present."""
+        barred = head.quarantines.by_device
+        present = await self._ledger.present(run.devices)
+        if barred:
+            present = [device for device in present if device not in barred]
+        if not present:
+            return False
+        devices = chosen(
+            present, self._settings, seed=run.seed, version=head.version, without=self._without
+        )
+        now = self._ledger.now()
+        id_, deadline = task_id(round(now * 1000)), now + self._settings.timeout_s
+        nbytes = run.layout.nbytes
+        how = await self._ledger.open_evaluation(id_, head, devices, deadline, nbytes=nbytes)
+        if how == "begun":
+            self._without = {one: left - 1 for one, left in self._without.items() if left > 1}
+            self._context.log.debug("evaluation begun", version=head.version, devices=len(devices))
+        return how != "moved"
+
+    async def _go_on(self, evaluation: OpenEvaluation) -> None:
+        """Send tasks as others are answered; end the evaluation when it is over."""
+        now = self._ledger.now()
+        if now < evaluation.deadline:
+            if waiting := evaluation.waiting[:_AT_ONCE]:
+                ms = round(now * 1000)
+                tasks = [evaluation.task(task_id(ms), device) for device in waiting]
+                await self._ledger.ask_devices(evaluation, self._settings.share, tasks)
+            if len(evaluation.answered) < len(evaluation.devices):
+                rest = _LOOK_S + _LOOK_DEVICE_S * len(evaluation.devices)
+                await pause(self._context.stop, min(rest, evaluation.deadline - now))
+                return
+        await self._end(evaluation)
+
+    async def _end(self, evaluation: OpenEvaluation) -> None:
+        answers = await self._ledger.answers()
+        measured = {
+            device: answer.measured for device, answer in answers.items() if answer.measured
+        }
+        outcomes = Counter(answer.outcome for answer in answers.values())
+        outcomes[NO_ANSWER] = len(evaluation.devices) - len(answers)
+        sums, metrics = {}, {}
+        if len(measured) >= self._settings.min_devices:
+            sums = totals(measured, self._settings.most_weight)
+            metrics = metrics_over(sums, measured, self._goals)
+        ended = DevicesEvaluated(
+            evaluation=evaluation.id,
+            version=evaluation.version,
+            blob=evaluation.model["blob"],
+            base=evaluation.base,
+            devices=len(evaluation.devices),
+            outcomes={outcome: n for outcome, n in sorted(outcomes.items()) if n},
+            sums=sums,
+            metrics=metrics,
+        )
+        if await self._ledger.end_evaluation(len(answers), ended) == "more":
+            return
+        self._last = evaluation.version
+        without = [d for d, answer in answers.items() if answer.outcome == NO_TEST_DATA]
+        self._without |= dict.fromkeys(without, _WITHOUT)
+        log = self._context.log
+        (log.info if metrics else log.warning)(
+            "devices evaluated", version=ended.version, found=ended.summary, metrics=metrics
+        )
+        if metrics and (why := self._found(metrics, evaluation.version)):
+            await self._ledger.finish(why)
