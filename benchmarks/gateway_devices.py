@@ -33,7 +33,7 @@ from fedstream.device.folder import DeviceFolder
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.training import LocalTraining
 from fedstream.device.worker import DeviceWorker
-from fedstream.protocol.messages import CheckIn, Enrolment, Offer
+from fedstream.protocol.messages import CheckIn, Enrolment, EvaluationOffer, Offer
 from fedstream.protocol.signatures import pem_of
 from fedstream.runtime.process import allow_files
 from fedstream.trainer.devices import DeviceSettings
@@ -73,7 +73,7 @@ class TimedGateway(OwnGateway):
 
     offered = 0.0  # when it made the last one, monotonic seconds
 
-    async def check_in(self, asks: CheckIn) -> Offer | float:
+    async def check_in(self, asks: CheckIn) -> Offer | EvaluationOffer | float:
         """Ask for a task."""
         found = await super().check_in(asks)
         self.offered = time.monotonic()

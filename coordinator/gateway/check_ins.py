@@ -131,22 +131,23 @@ class CheckIns:
         return "nothing"
 
     def _offer(self, held: Held, said: CheckIn) -> bytes:
-        run, task, attempt = self._run_cache.run, held.task, held.attempt
-        is_evaluation = isinstance(task, Evaluation)
-        head = self._run_cache.evaluated(task) if is_evaluation else self._run_cache.head
+        task, run, head = held.task, self._run_cache.run, self._run_cache.head
+        if isinstance(task, Evaluation):
+            head = self._run_cache.evaluated(task)
         held.tau = head.version
         self._metrics.offered.inc()
         if said.has != head.given:
             self._models.prepare(head)
-        now, heartbeat_s = self._tasks.now(), self._settings.heartbeat_s
-        changes = self._models.changes_url(head, said.has)
-        if is_evaluation:
+        changes, now = self._models.changes_url(head, said.has), self._tasks.now()
+        model = offers.model(run, head, changes)
+        heartbeat_s = self._settings.heartbeat_s
+        if isinstance(task, Evaluation):
             return offers.evaluation_offer(
-                task, attempt, run, head, now, changes=changes, heartbeat_s=heartbeat_s
+                task, held.attempt, run, model, now, heartbeat_s=heartbeat_s
             ).encode()
         update = offers.format_for(said.formats, self._update)
         return offers.offer(
-            task, attempt, run, head, update, now, changes=changes, heartbeat_s=heartbeat_s
+            task, held.attempt, run, model, update, now, heartbeat_s=heartbeat_s
         ).encode()
 
     def _check_run(self) -> None:

@@ -34,17 +34,16 @@ def offer(
     task: Assignment,
     attempt: str,
     run: Run,
-    head: Head,
+    model: OfferedModel,
     update: Format,
     now: float,
     *,
-    changes: str | None = None,
     heartbeat_s: float,
 ) -> Offer:
     """Offer a task, to be trained from the newest version.
 
     ``update``: the wanted format of the update. ``now``: seconds since 1970, by the clock of the
-    task's deadline. ``changes``: the URL of the changes since the device's model.
+    task's deadline.
     """
     return Offer(
         task=OfferedTask(
@@ -57,7 +56,7 @@ def offer(
             left_s=None if task.deadline is None else max(0.0, task.deadline - now),
         ),
         attempt=attempt,
-        model=_model(run, head, changes),
+        model=model,
         update=ExpectedUpdate(
             url=UPDATE_ROUTE.format(task=task.task, attempt=attempt),
             sends=run.sends,
@@ -73,19 +72,18 @@ def evaluation_offer(
     task: Evaluation,
     attempt: str,
     run: Run,
-    head: Head,
+    model: OfferedModel,
     now: float,
     *,
-    changes: str | None = None,
     heartbeat_s: float,
 ) -> EvaluationOffer:
-    """Offer an evaluation of the version ``head``; the other arguments are as for an offer."""
+    """Offer an evaluation; the arguments are as for an offer."""
     return EvaluationOffer(
         task=OfferedEvaluation(
             id=task.task, device=task.device, left_s=max(0.0, task.deadline - now)
         ),
         attempt=attempt,
-        model=_model(run, head, changes),
+        model=model,
         measurement=ExpectedMeasurement(
             url=MEASUREMENT_ROUTE.format(task=task.task, attempt=attempt),
             layout=run.layout.signature,
@@ -94,7 +92,8 @@ def evaluation_offer(
     )
 
 
-def _model(run: Run, head: Head, changes: str | None) -> OfferedModel:
+def model(run: Run, head: Head, changes: str | None) -> OfferedModel:
+    """Offer a version's model. ``changes``: the URL of the changes since the device's model."""
     return OfferedModel(
         version=head.version,
         digest=head.given,

@@ -265,13 +265,12 @@ class Tasks:
         self._sessions.ended(answer.task)
         if said:
             self.answers += 1
-            is_upload = isinstance(answer, Upload)
             self._context.trace(
-                "uploaded" if is_upload else "measured",
+                "uploaded" if isinstance(answer, Upload) else "measured",
                 task=answer.task,
                 device=answer.device,
                 attempt=answer.attempt,
-                tau=answer.tau if is_upload else answer.version,
+                tau=answer.tau if isinstance(answer, Upload) else answer.version,
                 seconds=round(answer.seconds, 3),
             )
 
