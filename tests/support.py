@@ -35,9 +35,11 @@ from fedstream.core.messages import (
     Assignment,
     CloseRound,
     Dead,
+    DevicesEvaluated,
     Event,
     GiveUp,
     Heartbeat,
+    Measured,
     Message,
     Presence,
     RoundEnd,
@@ -55,7 +57,7 @@ from fedstream.runtime.health import Health
 from fedstream.runtime.service import Context, Service
 
 SIZE_LIMIT = 1 << 30
-_SAID = (Upload, GiveUp, Dead, Trigger, Presence, Event)  # by trainers
+_SAID = (Upload, GiveUp, Dead, Trigger, Presence, Event, Measured)  # by trainers
 M = TypeVar("M", bound=Message)
 
 
@@ -415,11 +417,18 @@ class Hand:
         await self.client.call("HSET", self.keys.admitted, upload.task, upload.attempt)
         await self.client.call("XADD", self.keys.queue, "*", "m", upload.encode())
 
-    async def queue(self) -> list[tuple[str, Upload | RoundEnd | SetQuarantine]]:
+    async def queue(
+        self,
+    ) -> list[tuple[str, Upload | RoundEnd | SetQuarantine | DevicesEvaluated]]:
         """What waits for the updater."""
         rows = await self.client.call("XRANGE", self.keys.queue, "-", "+")
-        kinds = (Upload, RoundEnd, SetQuarantine)
-        return [(id_.decode(), decode(fields[1], *kinds)) for id_, fields in rows]
+        return [
+            (
+                id_.decode(),
+                decode(fields[1], Upload, RoundEnd, SetQuarantine, DevicesEvaluated),
+            )
+            for id_, fields in rows
+        ]
 
     async def queue_is_empty(self) -> bool:
         """Whether the updater has done everything."""

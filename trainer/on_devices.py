@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from math import ceil, fsum, isnan, sqrt
+from math import ceil, fsum, isfinite, isnan, sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -133,11 +133,13 @@ def chosen(
 def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dict[str, Sum]]:
     """A device's samples, and each metric's sum and weight on its test data.
 
-    A metric that is no :class:`Mean` is weighted by the samples. Raises the errors of
+    A metric that is no :class:`Mean` is weighted by the samples. One that is not finite here (an
+    AUC of a single class) is left out, unless none is finite. Raises the errors of
     :func:`measured`.
     """
     samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
-    found = measured_means(task, module, data)
+    every = measured_means(task, module, data)
+    found = {name: one for name, one in every.items() if isfinite(one)} or every
     return samples, {
         name: (value.sum, value.count)
         if isinstance(value, Mean)

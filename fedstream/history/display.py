@@ -188,7 +188,9 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def never_finite(numbers: Mapping[str, Any]) -> str:
-    """The metrics that never were a finite number, in words; '' if all were."""
+    """The metrics that never were a finite number, or were not measured, in words; '' for none."""
+    if lack := numbers.get("devices_lack"):
+        return f"no metrics of {lack}"
     never = ", ".join(numbers["never_finite"])
     return f"never a finite number: {never}; see the task's metrics()" if never else ""
 

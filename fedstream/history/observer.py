@@ -21,6 +21,7 @@ from fedstream.history.timeline import History
 
 M = TypeVar("M", bound=Message)
 
+_MEASUREMENTS = ("evaluation", "devices_evaluated")  # kinds of events
 _RECORD = 2 * PAGE  # bytes in the journal, besides the model's
 
 
@@ -57,19 +58,19 @@ class Observer:
         events = list(_messages(found.get(self.keys.events, ()), Event))
         # The view must not be older than the evaluations shown with it.
         seen = self.view.head.version if self.view else -1
-        if any(event.what == "evaluation" and (event.version or 0) > seen for event in events):
+        if any(event.what in _MEASUREMENTS and (event.version or 0) > seen for event in events):
             await self.look()
         for event in events:
-            if event.what != "evaluation" or self._is_known(event):
+            if event.what not in _MEASUREMENTS or self._is_known(event):
                 self.history.tell(event)
         if time.monotonic() - self._looked >= self._look_s:
             await self.look()
         return bool(found)
 
     def _is_known(self, evaluation: Event) -> bool:
-        """Whether an evaluation can be the evaluator's: of an existing version, and of no device.
+        """Whether an evaluation can be genuine: of an existing version, and of no device.
 
-        With ACL users, only the evaluator can write them: a trainer lacks the rights
+        With ACL users, only evaluator and updater can write them: a trainer lacks the rights
         (`broker/rights.py`), and a coordinator passes on only a trainer's errors. This check is for
         a Redis without users.
         """

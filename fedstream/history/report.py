@@ -193,6 +193,7 @@ def measurements(history: History) -> dict[str, Any]:
         "best": {name: {"version": at, "value": value} for name, (at, value) in best.items()},
         "goal": history.goal,
         "never_finite": history.never_finite,
+        "devices_lack": history.devices_lack,
     }
 
 
@@ -228,13 +229,15 @@ class Table:
         self._names: list[str] | None = None  # of metrics with columns; None: nothing written yet
         self._last = -1  # version written
         self._total = 0  # updates up to it
+        self._revised = 0  # of the history, when it was written
 
     def follow(self, history: History) -> None:
         """Append the missing rows, up to the version measured last. Raises OSError."""
         if history.measured is None or history.measured[0] not in history.versions:
             return
         measured, metrics = history.measured
-        if self._names is None or not metrics.keys() <= {"accuracy", "loss", *self._names}:
+        known = {"accuracy", "loss", *(self._names or ())}
+        if self._names is None or history.revised != self._revised or not metrics.keys() <= known:
             self.write(history, measured)
         elif measured > self._last:
             new = [n for n in range(self._last + 1, measured + 1) if n in history.versions]
@@ -249,6 +252,7 @@ class Table:
         names = sorted(found - {"accuracy", "loss"})
         versions = sorted(n for n in history.versions if until is None or n <= until)
         self._names, self._last, self._total = None, -1, 0
+        self._revised = history.revised
         aside = self._path.with_name(f".{METRICS}")
         with aside.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)

@@ -75,7 +75,10 @@ class History:
         self.measured: tuple[int, dict[str, float]] | None = None  # the latest evaluation
         self.goal: dict[str, Goal] = {}  # of metrics, as the task declares them
         self.best: dict[str, tuple[int, float]] = {}  # of those with a goal: (version, value)
+        self.revised = 0  # how often devices measured a version that had been measured before
         self.tried: int | None = None  # the version last measured, even if measuring failed
+        self.devices_tried: int | None = None  # the same, by evaluations on the devices
+        self.devices_lack = ""  # why the last evaluation on the devices had no metrics; '': it had
         self.unmeasured: Event | None = None  # the error, if measuring `tried` failed
         # The first error of each kind that the user's task raised, by (site, reason).
         self.errors: dict[tuple[str, str], Event] = {}
@@ -114,6 +117,8 @@ class History:
         ours = site == POOL
         if event.what == "evaluation" and event.version is not None:
             self.measure(event.version, event.metrics or {})
+        elif event.what == "devices_evaluated" and event.version is not None:
+            self.measure_on_devices(event.version, event.metrics or {}, event.text or "")
         elif event.what == "error":
             if event.device is None:  # the evaluator's
                 self.tried, self.unmeasured = event.version, event
@@ -144,11 +149,28 @@ class History:
     def measure(self, version: int, metrics: dict[str, float]) -> None:
         """Record a version's metrics; none if the task has no test data."""
         self.tried, self.unmeasured = version, None
-        if not metrics:
-            return
-        self.evaluations[version] = metrics
+        if metrics:
+            self._add(version, metrics)
+
+    def measure_on_devices(self, version: int, metrics: dict[str, float], found: str) -> None:
+        """Record what devices measured of a version; no metrics if they were too few.
+
+        ``found``: what became of the devices, in words.
+        """
+        self.devices_tried = version
+        self.devices_lack = "" if metrics else f"version {version} on the devices: {found}"
+        if metrics:
+            self._add(version, metrics)
+
+    def _add(self, version: int, metrics: dict[str, float]) -> None:
+        """Add metrics of a version to those that it has; devices' may come later."""
+        newest = self.measured[0] if self.measured else -1
+        self.revised += version <= newest
+        found = self.evaluations.get(version, {}) | metrics
+        self.evaluations[version] = found
         self._forget(self.evaluations)
-        self.measured = version, metrics
+        if version >= newest:
+            self.measured = version, found
         self._swings.add(metrics)
         for name, value in metrics.items():
             self._ever_finite[name] = self._ever_finite.get(name, False) or isfinite(value)
@@ -165,6 +187,7 @@ class History:
         self._ever_finite.clear()
         self._swings.clear()
         self.measured = None
+        self.devices_lack = ""
 
     @property
     def main(self) -> str | None:
@@ -185,6 +208,8 @@ class History:
         for name, value in metrics.items():
             if isnan(value) and not is_over_devices(name):
                 yield f"nan {name}", f"{name} is not a number at version {version}: see metrics()"
+        if self.devices_lack:
+            yield "on devices", f"no metrics of {self.devices_lack}"
         swing = self._swings.worst
         if swing is not None and swing.times > MOST_RELAPSES:
             hint = ": see fedstream journal bisect" if journal else ""

@@ -37,12 +37,18 @@ class Ending:
 
 
 def ending(
-    history: History, view: Tally | None, *, tested: bool, finished_s: float
+    history: History,
+    view: Tally | None,
+    *,
+    tested: bool,
+    finished_s: float,
+    on_devices_s: float | None = None,
 ) -> Ending | None:
     """The end of the run; None while it continues.
 
     ``tested``: the task has test data, so the last version is measured. ``finished_s``: seconds
-    since the run was first seen finished.
+    since the run was first seen finished. ``on_devices_s``: time limit of evaluations on the
+    devices; None: there are none.
     """
     if view is None:
         return None
@@ -60,10 +66,15 @@ def ending(
     if is_tried and history.unmeasured is not None:
         failure = _last_line(history.unmeasured)
         return Ending("failed", f"{why}, but it could not be measured: {failure}")
-    if is_tried or not tested:
+    is_tried = is_tried or not tested
+    lacks_devices = on_devices_s is not None and history.devices_tried != view.head.version
+    if is_tried and not lacks_devices:
         return Ending("finished", why)
-    if finished_s > _MEASURED_WITHIN_S:
-        late = f"the last version was not measured within {_MEASURED_WITHIN_S:.0f} s"
+    # An evaluation of an earlier version may have to end before that of the last one.
+    within_s = _MEASURED_WITHIN_S + 2 * (on_devices_s or 0.0)
+    if finished_s > within_s:
+        where = " on the devices" if is_tried else ""
+        late = f"the last version was not measured{where} within {within_s:.0f} s"
         return Ending("finished", why, late)
     return None
 

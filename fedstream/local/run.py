@@ -316,7 +316,14 @@ class LocalRun:
         if view is not None and view.run.state == "finished" and self._finished_since is None:
             self._finished_since = now
         finished_s = 0.0 if self._finished_since is None else now - self._finished_since
-        how = ending(history, view, tested=self._subject.tested, finished_s=finished_s)
+        on_devices = self._request.settings.evaluator.on_devices
+        how = ending(
+            history,
+            view,
+            tested=self._subject.tested,
+            finished_s=finished_s,
+            on_devices_s=None if on_devices is None else on_devices.timeout_s,
+        )
         if how is not None:
             self._end(how)
 

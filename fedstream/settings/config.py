@@ -42,7 +42,7 @@ from fedstream.sinks.settings import SomeSink
 from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
-from fedstream.trainer.goals import StopSettings, is_over_devices
+from fedstream.trainer.goals import StopSettings, is_on_devices, is_over_devices
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, SolverGroups, Solvers, SolverSettings
 from fedstream.trainer.task import TaskSettings
@@ -108,8 +108,19 @@ class Settings(Section):
                 "for them; use bf16 or int8, or a strategy that takes deltas (fedbuff, afa-cd, "
                 "afa-cs or scaffold)"
             )
-        stop = self.run.stop
-        if stop and is_over_devices(stop.metric) and self.evaluator.per_device != "always":
+        stop, on_devices = self.run.stop, self.evaluator.on_devices
+        if on_devices is not None and self.evaluator.per_device != "never":
+            raise ValueError(
+                "evaluator.on_devices and evaluator.per_device both measure the devices' own test "
+                "data: leave out evaluator.per_device"
+            )
+        if stop and is_on_devices(stop.metric) and on_devices is None:
+            raise ValueError(
+                f"run.stop.metric = {stop.metric!r} is measured by the devices: also set "
+                "evaluator.on_devices, as in evaluator.on_devices.fraction = 0.1"
+            )
+        measured = on_devices is not None or self.evaluator.per_device == "always"
+        if stop and is_over_devices(stop.metric) and not measured:
             raise ValueError(
                 f"run.stop.metric = {stop.metric!r} is measured on the devices: also set "
                 "evaluator.per_device = 'always'"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedstream.core.errors import ConfigError, DataError, FedstreamError, TaskEr
 from fedstream.core.layout import Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.task_settings import Epochs, Length, Seconds
+from fedstream.runtime.text import did_you_mean
 from fedstream.terminal import line
 from fedstream.trainer.data import (
     Processor,
@@ -34,10 +36,10 @@ from fedstream.trainer.data import (
     seeded,
     size_of,
 )
-from fedstream.trainer.goals import is_over_devices
+from fedstream.trainer.goals import ON_DEVICES, is_over_devices
 from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.solvers import Cancelled, Solver, Solvers, Trained, Work
-from fedstream.trainer.task import Task, measured, solver_for_device, untrained
+from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,8 +159,9 @@ def try_measuring(
 ) -> dict[str, float]:
     """The metrics of an untrained model on a few rows of the test data and of a device's own.
 
-    Empty if there are none, or the task is not tried. Raises TaskError; ConfigError if the metric
-    of ``run.stop`` is not among them.
+    Empty if there are none, or the task is not tried. Those that devices are to measure have their
+    names there (``devices_loss``). Raises TaskError, also if no metric is a finite number on a
+    device; ConfigError if the metric of ``run.stop`` is not among them.
     """
     found: dict[str, float] = {}
     if not _is_tried(settings, task):
@@ -167,18 +170,34 @@ def try_measuring(
         if data is not None:
             with blaming(settings, "test data:", _HINT):
                 found = _measured(task, data, place)
-        if settings.evaluator.per_device != "never" and has_device_tests(task):
-            for device in range(min(devices, _DEVICES)):
+        on_devices = settings.evaluator.on_devices is not None
+        if (on_devices or settings.evaluator.per_device != "never") and has_device_tests(task):
+            # Also the last one, whose data is the likeliest to be missing or short.
+            tried = dict.fromkeys([*range(min(devices, _DEVICES)), devices - 1])
+            for device in tried:
                 with blaming(settings, f"test data of device {device}:", _HINT):
-                    if (own := task.device_test_data(device)) is not None:
-                        _measured(task, own, place)
-                        break
+                    own = _on_own(task, device, place)
+                    if on_devices and own and not any(map(isfinite, own.values())):
+                        raise DataError(f"no metric is a finite number: {own}")
+                if on_devices:
+                    found |= {f"{ON_DEVICES}{name}": value for name, value in own.items()}
+                elif own:
+                    break
     stop = settings.run.stop
     if stop and found and not is_over_devices(stop.metric) and stop.metric not in found:
         raise ConfigError(
             f"run.stop.metric = {stop.metric!r}: the task measures {', '.join(sorted(found))}"
+            f"{did_you_mean(stop.metric, found)}"
         )
     return found
+
+
+def _on_own(task: Task, device: int, place: Processor) -> dict[str, float]:
+    """A device's metrics on its own test data, {} without any."""
+    own = task.device_test_data(device)
+    with suppress(NoLabels):
+        return {} if own is None else _measured(task, own, place)
+    return {}
 
 
 def _is_tried(settings: Settings, task: Task) -> bool:

@@ -96,6 +96,17 @@ def devices_of(settings: Settings, task: Task) -> int:
             f"evaluator.per_device = {settings.evaluator.per_device!r}: task "
             f"{settings.task.name!r} has no test data of devices: define device_test_data(device)"
         )
+    if (on_devices := settings.evaluator.on_devices) is not None:
+        if not has_device_tests(task):
+            raise ConfigError(
+                f"evaluator.on_devices: task {settings.task.name!r} has no test data of devices: "
+                "define device_test_data(device)"
+            )
+        if on_devices.min_devices > devices:
+            raise ConfigError(
+                f"evaluator.on_devices.min_devices = {on_devices.min_devices}, but the run has "
+                f"{devices} devices (task.devices): no version would ever have metrics"
+            )
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from fedstream.core.errors import ConfigError
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
-from fedstream.trainer import evaluator
+from fedstream.trainer import on_devices
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.on_devices import device_metrics, spread
@@ -77,7 +77,7 @@ def test_devices_without_test_data_are_left_out() -> None:
 
 
 def test_of_many_devices_evenly_spaced_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluator, "_MOST", 4)
+    monkeypatch.setattr(on_devices, "_MOST", 4)
     task = Half()
     device_metrics(task, nn.Linear(1, 1), 10)
     assert task.asked == [0, 3, 6, 9]

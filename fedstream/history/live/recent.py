@@ -80,6 +80,10 @@ class Recent:
         text = event.text and event.text[-_TEXT:]
         event = event.model_copy(update={"time": _moment(event.time), "text": text})
         if is_measurement(event) and event.version is not None:
+            before = self.measured.get(event.version)
+            if before is not None:  # devices measure the same version
+                both = {**(before.metrics or {}), **(event.metrics or {})}
+                event = event.model_copy(update={"metrics": both})
             self.measured[event.version] = event
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
@@ -151,8 +155,12 @@ class Recent:
 
 
 def is_measurement(event: Event) -> bool:
-    """Whether an event is a measurement by the evaluator; a trainer's event names a device."""
-    return event.what == "evaluation" and event.version is not None and event.device is None
+    """Whether an event is a measurement of a version; a trainer's event names a device."""
+    return (
+        event.what in ("evaluation", "devices_evaluated")
+        and event.version is not None
+        and event.device is None
+    )
 
 
 def _moment(seconds: float) -> float:
