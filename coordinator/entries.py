@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedstream.broker.keys import member
@@ -34,6 +32,7 @@ from fedstream.core.messages import (
     Trigger,
     Upload,
     Withdraw,
+    are_usable,
     decode,
     task_id,
 )
@@ -259,8 +258,7 @@ class Entries:
     def _of_measured(self, site: Site, entry: Entry, answer: Measured) -> Decided:
         """Decide on a device's answer to an evaluation."""
         outcome = reasons.of_evaluation(answer.reason)
-        finite = all(map(isfinite, chain.from_iterable(answer.sums.values())))
-        if outcome == reasons.MEASURED and not (answer.sums and finite):
+        if outcome == reasons.MEASURED and not are_usable(answer.sums):
             outcome = reasons.METRICS_NOT_FINITE
         decision = self._ledger.admit_measured(
             site.name, entry, answer, outcome=outcome, trusted=site.trusted

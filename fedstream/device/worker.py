@@ -14,12 +14,12 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
 from fedstream.core.errors import BlobDamaged, FedstreamError, LayoutMismatch
 from fedstream.core.formats import ENCODINGS, format_of
+from fedstream.core.messages import are_usable
 from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import DeviceFolder, FinishedUpdate
 from fedstream.device.models import ModelStore, Superseded
@@ -241,8 +241,7 @@ class DeviceWorker:
             return reasons.NO_TEST_DATA
         if found is None:
             return reasons.NO_TEST_DATA
-        is_finite = all(map(math.isfinite, chain.from_iterable(found[1].values())))
-        return found if is_finite else reasons.METRICS_NOT_FINITE
+        return found if are_usable(found[1]) else reasons.METRICS_NOT_FINITE
 
     # training
 

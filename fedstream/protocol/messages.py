@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedstream.core.digest import DIGEST_PATTERN
 from fedstream.core.errors import FedstreamError
-from fedstream.core.messages import METRICS, Name, Sends, first_wrong
+from fedstream.core.messages import LARGEST, METRICS, Name, Sends, first_wrong
 
 BODY: Final = 1 << 16  # most bytes of a JSON body
 ATTESTATION: Final = 32 << 10  # most bytes of an attestation
@@ -296,7 +296,13 @@ class Measurement(Body):
 
     samples: Whole  # in the test data
     sums: Annotated[
-        dict[Name, tuple[Finite, Annotated[float, Field(gt=0, allow_inf_nan=False)]]],
+        dict[
+            Name,
+            tuple[
+                Annotated[float, Field(ge=-LARGEST, le=LARGEST)],
+                Annotated[float, Field(ge=1 / LARGEST, le=LARGEST)],
+            ],
+        ],
         Field(min_length=1, max_length=METRICS),
     ]
     seconds: NotNegative = 0.0  # the device's time
