@@ -32,7 +32,6 @@ from fedstream.core.messages import (
     Trigger,
     Upload,
     Withdraw,
-    are_usable,
     decode,
     task_id,
 )
@@ -257,12 +256,7 @@ class Entries:
 
     def _of_measured(self, site: Site, entry: Entry, answer: Measured) -> Decided:
         """Decide on a device's answer to an evaluation."""
-        outcome = reasons.of_evaluation(answer.reason)
-        if outcome == reasons.MEASURED and not are_usable(answer.sums):
-            outcome = reasons.METRICS_NOT_FINITE
-        decision = self._ledger.admit_measured(
-            site.name, entry, answer, outcome=outcome, trusted=site.trusted
-        )
+        decision = self._ledger.admit_measured(site.name, entry, answer, trusted=site.trusted)
         return decision, partial(self._tell_measured, answer, member(site.name, answer.trainer))
 
     # outcomes

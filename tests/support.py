@@ -492,7 +492,7 @@ async def snapshot(client: Client, keys: Keys) -> dict[str, object]:
     for name in sorted(await client.call("KEYS", keys.prefix + "*")):
         kind = (await client.call("TYPE", name)).decode()
         expires = await client.call("PTTL", name) >= 0
-        value: object
+        value: Any
         if kind == "stream":
             groups = await client.call("XINFO", "GROUPS", name)
             pending = [
@@ -510,6 +510,8 @@ async def snapshot(client: Client, keys: Keys) -> dict[str, object]:
                 "set": lambda: client.call("SMEMBERS", name),  # noqa: B023
             }[kind]()
             value = await value
+            if kind == "hash":  # in no order
+                value = dict(zip(value[::2], value[1::2], strict=True))
         found[name.decode()] = (kind, expires, value)
     return found
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstream.core.messages import DevicesEvaluated, task_id
+from fedstream.core.messages import task_id
 from fedstream.core.reasons import NO_ANSWER, NO_TEST_DATA
 from fedstream.runtime.backoff import pause
-from fedstream.trainer.on_devices import chosen, metrics_over, totals
+from fedstream.trainer.on_devices import Choice, result
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.evaluator import EvaluatorLedger, OpenEvaluation
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from fedstream.trainer.goals import Goals
     from fedstream.trainer.on_devices import OnDevicesSettings
 
-_LOOK_S = 0.05  # between two looks at an evaluation,
+_LOOK_S = 0.02  # between two looks at an evaluation,
 _LOOK_DEVICE_S = 5e-5  # and in addition for each of its devices
 _AT_ONCE = 500  # tasks in a request
-_WITHOUT = 10  # evaluations that leave a device out after it had no test data
 
 
 class DeviceEvaluations:
@@ -51,12 +50,12 @@ class DeviceEvaluations:
         self._goals = goals
         self._found = found
         self._last: int | None = None  # the version evaluated last
-        self._without: dict[int, int] = {}  # device -> evaluations that still leave it out
+        self._choice = Choice(settings, 0)
 
-    def begin(self, last: int | None) -> None:
+    def begin(self, run: Run, last: int | None) -> None:
         """Begin with a run. ``last``: the version evaluated last; None: none was."""
         self._last = last
-        self._without.clear()
+        self._choice = Choice(self._settings, run.seed)
 
     async def step(self, run: Run) -> None:
         """Take the evaluation under way further, or open one if it is due."""
@@ -83,15 +82,12 @@ class DeviceEvaluations:
             present = [device for device in present if device not in barred]
         if not present:
             return False
-        devices = chosen(
-            present, self._settings, seed=run.seed, version=head.version, without=self._without
-        )
+        devices = self._choice.of(present, head.version)
         now = self._ledger.now()
         id_, deadline = task_id(round(now * 1000)), now + self._settings.timeout_s
         nbytes = run.layout.nbytes
         how = await self._ledger.open_evaluation(id_, head, devices, deadline, nbytes=nbytes)
         if how == "begun":
-            self._without = {one: left - 1 for one, left in self._without.items() if left > 1}
             self._context.log.debug("evaluation begun", version=head.version, devices=len(devices))
         return how != "moved"
 
@@ -116,25 +112,23 @@ class DeviceEvaluations:
         }
         outcomes = Counter(answer.outcome for answer in answers.values())
         outcomes[NO_ANSWER] = len(evaluation.devices) - len(answers)
-        sums, metrics = {}, {}
-        if len(measured) >= self._settings.min_devices:
-            sums = totals(measured, self._settings.most_weight)
-            metrics = metrics_over(sums, measured, self._goals)
-        ended = DevicesEvaluated(
+        ended = result(
+            measured,
+            outcomes,
+            self._settings,
+            self._goals,
             evaluation=evaluation.id,
             version=evaluation.version,
             blob=evaluation.model["blob"],
             base=evaluation.base,
-            devices=len(evaluation.devices),
-            outcomes={outcome: n for outcome, n in sorted(outcomes.items()) if n},
-            sums=sums,
-            metrics=metrics,
         )
+        metrics = ended.metrics
         if await self._ledger.end_evaluation(len(answers), ended) == "more":
             return
         self._last = evaluation.version
-        without = [d for d, answer in answers.items() if answer.outcome == NO_TEST_DATA]
-        self._without |= dict.fromkeys(without, _WITHOUT)
+        self._choice.without_data(
+            device for device, answer in answers.items() if answer.outcome == NO_TEST_DATA
+        )
         log = self._context.log
         (log.info if metrics else log.warning)(
             "devices evaluated", version=ended.version, found=ended.summary, metrics=metrics

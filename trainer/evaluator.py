@@ -175,7 +175,7 @@ class Evaluator:
         has_patience = self._stop is not None and self._stop.patience is not None
         last = await self._remember() if has_patience or self._on_devices is not None else None
         if self._on_devices is not None:
-            self._on_devices.begin(last)
+            self._on_devices.begin(run, last)
         self._created = run.created
 
     async def _remember(self) -> int | None:

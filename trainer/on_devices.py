@@ -8,29 +8,28 @@ answers with its metrics' sums and weights alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, fsum, isfinite, isnan, sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from fedstream.core.messages import Measured, Sum
+from fedstream.core.messages import DevicesEvaluated, Measured, Sum
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import Processor, placed
 from fedstream.trainer.goals import ON_DEVICES, Goals, goal_of
 from fedstream.trainer.task import Mean, NoLabels, Task, measured, measured_means
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from torch import nn
     from torch.utils.data import Dataset
 
 _MOST = 10_000  # devices that the evaluator measures
 _TENTH = 0.1
 _WEIGHTS = 10  # times the median
+_LEFT_OUT = 10  # evaluations
 
 
 class OnDevicesSettings(Section):
@@ -108,26 +107,35 @@ def spread(found: Mapping[int, Mapping[str, float]], declared: Goals) -> dict[st
     return out
 
 
-def chosen(
-    present: Sequence[int],
-    settings: OnDevicesSettings,
-    *,
-    seed: int,
-    version: int,
-    without: Collection[int] = (),
-) -> tuple[int, ...]:
-    """The devices that measure a version, in order: the same for the same arguments.
+class Choice:
+    """Chooses the devices that measure a version.
 
-    ``seed``: the run's. ``without``: devices that are left out, unless no others are present.
+    The choice depends only on the devices that are present, the seed, the version, and on which
+    devices had no test data: those are left out of the next ten evaluations.
     """
-    others = [device for device in present if device not in without] if without else present
-    among = others or present
-    if settings.count is not None:
-        number = min(settings.count, len(among))
-    else:
-        assert settings.fraction is not None  # noqa: S101  (or a count, as the settings check)
-        number = ceil(settings.fraction * len(among))
-    return tuple(sorted(random.Random(f"{seed}/{version}").sample(among, number)))
+
+    def __init__(self, settings: OnDevicesSettings, seed: int) -> None:
+        """``seed``: the run's."""
+        self._settings = settings
+        self._seed = seed
+        self._without: dict[int, int] = {}  # device -> evaluations that still leave it out
+
+    def of(self, present: Sequence[int], version: int) -> tuple[int, ...]:
+        """The devices, in order. Those left out are chosen only if no others are present."""
+        without = self._without
+        others = [device for device in present if device not in without] if without else present
+        self._without = {one: left - 1 for one, left in without.items() if left > 1}
+        among, settings = others or present, self._settings
+        if settings.count is not None:
+            number = min(settings.count, len(among))
+        else:
+            number = ceil((settings.fraction or 1.0) * len(among))
+        drawn = random.Random(f"{self._seed}/{version}").sample(among, number)
+        return tuple(sorted(drawn))
+
+    def without_data(self, devices: Iterable[int]) -> None:
+        """Leave out devices that had no test data."""
+        self._without |= dict.fromkeys(devices, _LEFT_OUT)
 
 
 def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dict[str, Sum]]:
@@ -182,3 +190,29 @@ def metrics_over(
     }
     over_rows = {f"{ON_DEVICES}{name}": total / weight for name, (total, weight) in sums.items()}
     return over_rows | spread(each, declared)
+
+
+def result(
+    measured: Mapping[int, Measured],
+    outcomes: Mapping[str, int],
+    settings: OnDevicesSettings,
+    declared: Goals,
+    **about: Any,
+) -> DevicesEvaluated:
+    """The result of an evaluation, without metrics if too few devices were measured.
+
+    ``measured``: their answers, by device. ``outcomes``: of all devices. ``about``: the result's
+    other fields.
+    """
+    sums: dict[str, Sum] = {}
+    metrics: dict[str, float] = {}
+    if len(measured) >= settings.min_devices:
+        sums = totals(measured, settings.most_weight)
+        metrics = metrics_over(sums, measured, declared)
+    return DevicesEvaluated(
+        devices=sum(outcomes.values()),
+        outcomes={outcome: n for outcome, n in sorted(outcomes.items()) if n},
+        sums=sums,
+        metrics=metrics,
+        **about,
+    )

@@ -312,9 +312,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         )
 
     def admit_measured(
-        self, site: str, entry: Entry, answer: Measured, *, outcome: str, trusted: bool
+        self, site: str, entry: Entry, answer: Measured, *, trusted: bool
     ) -> Pending[tuple[str, str]]:
-        """Admit a device's answer to an evaluation, with its outcome by the answer's content.
+        """Admit a device's answer to an evaluation.
 
         Returns ('measured', the counted outcome), ('stray', reason) or ('repeated', '').
         """
@@ -327,7 +327,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "device": answer.device,
             "version": str(answer.version),
             "base": answer.base,
-            "outcome": outcome,
+            "outcome": answer.outcome,
         }
         return self._pending(
             _ADMIT_MEASURED,

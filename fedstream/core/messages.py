@@ -29,7 +29,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedstream.core.errors import BadMessage
-from fedstream.core.reasons import MEASURED, Overdue
+from fedstream.core.reasons import MEASURED, METRICS_NOT_FINITE, Overdue, of_evaluation
 
 POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 SCHEMA = 1  # the schema that this release writes
@@ -282,6 +282,13 @@ class Measured(Message):
     # Admission overwrites the next two: a trainer's values are ignored.
     site: Name = POOL  # of the inbox that the answer came through
     trusted: bool = False  # whether the site is
+
+    @property
+    def outcome(self) -> str:
+        """The outcome under which the device's evaluation counts, by the answer's content."""
+        outcome = of_evaluation(self.reason)
+        is_of_use = outcome != MEASURED or are_usable(self.sums)
+        return outcome if is_of_use else METRICS_NOT_FINITE
 
 
 class Presence(Message):

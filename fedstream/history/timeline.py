@@ -165,8 +165,9 @@ class History:
     def _add(self, version: int, metrics: dict[str, float]) -> None:
         """Add metrics of a version to those that it has; devices' may come later."""
         newest = self.measured[0] if self.measured else -1
-        self.revised += version <= newest
-        found = self.evaluations.get(version, {}) | metrics
+        before = self.evaluations.get(version, {})
+        self.revised += version < newest or not metrics.keys() <= before.keys()
+        found = before | metrics
         self.evaluations[version] = found
         self._forget(self.evaluations)
         if version >= newest:

@@ -21,7 +21,7 @@ from fedstream.coordinator.cooldowns import no_device_works
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.core.layout import Layout, Model
-from fedstream.core.messages import Contribution, Goal, Upload
+from fedstream.core.messages import Contribution, DevicesEvaluated, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
 from fedstream.runtime.plugins import about, place_of, words
@@ -69,6 +69,8 @@ class VersionMade:
     """mean training loss of its updates"""
     metrics: dict[str, float]
     """on the test data; empty if not measured"""
+    on_devices: DevicesEvaluated | None = None
+    """the evaluation on the devices, whose metrics are among ``metrics``; None: there is none"""
 
 
 @dataclass
@@ -401,9 +403,7 @@ class _Simulation:
         tried = len(self._in_a_row)
         if why := no_device_works(self._in_a_row.total(), tried, self._devices):
             raise about(error, DataError(f"{why}: {error}")) from error
-        if (place := place_of(cause)) not in self._raised:
-            self._raised.add(place)
-            self._on_error(f"the task raised on {error}\n{error.trace}".rstrip())
+        self._report([error])
         self._failed.add(arrival.n)
         if not self._is_planned:
             self._follow(arrival)
@@ -413,6 +413,15 @@ class _Simulation:
             self._ahead.clear()
             self._plan = self._planned()
             deque(islice(self._plan, self._taken), maxlen=0)
+
+    def _report(self, errors: list[DataError]) -> None:
+        """Report errors of the user's task, each place that raises once; empties the list."""
+        for error in errors:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if (place := place_of(cause)) not in self._raised:
+                self._raised.add(place)
+                self._on_error(f"the task raised on {error}\n{error.trace}".rstrip())
+        errors.clear()
 
     def _trainable(self, first: Arrival) -> list[Arrival]:
         """``first`` and later arrivals that train well together and have known base versions."""
@@ -556,10 +565,19 @@ class _Simulation:
             self._cost.add(update, self._training.solver(update.device, update.tau))
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
+        on_devices = self._settings.evaluator.on_devices
+        if on_devices is not None and (often := on_devices.every or every):
+            due_there = last or state.version % often == 0
+        else:
+            due_there = on_devices is not None and last
         began = time.perf_counter()
         published = self._models.published.model
         metrics = self._measure(published, state.version, last=last) if due else {}
+        found = self._measure.on_devices(published, state.version) if due_there else None
         self._measuring += time.perf_counter() - began
+        if found is not None:
+            metrics |= found.metrics
+            self._report(self._measure.raised)
         if last:
             self._ending = "finished", f"version {state.version} reached"
         elif why := self._measure.stopping.add(metrics, state.version):
@@ -576,11 +594,15 @@ class _Simulation:
             at,
             sum(losses) / len(losses) if losses else None,
             metrics,
+            found,
         )
 
     def _tell(self, made: VersionMade | None) -> None:
         if made is None:
             return
         self._versions.append(made)
+        if self._journal is not None and made.on_devices is not None:
+            about = self._happened(None, made.time)
+            self._journal.evaluated(made.on_devices, made.version, about)
         if self._on_version is not None:
             self._on_version(made, self._progress.state.model)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.coordinator.rounds import Rounds
-from fedstream.core.messages import Outcome, Upload
-from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
+from fedstream.core.messages import DevicesEvaluated, Outcome, Upload
+from fedstream.journal import EvaluationEnded, RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
-from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
 from fedstream.settings.plugin_sources import part_sources
 from fedstream.strategies import sources_of
 
@@ -62,6 +62,8 @@ class SimulationRecorder:
         needs = [] if settings.wire.of_updates.is_plain else [WIRE_FORMATS]
         if isinstance(settings.policy, Rounds) and settings.policy.too_few == "drop":
             needs.append(DROPPED_ROUNDS)
+        if settings.evaluator.on_devices is not None:
+            needs.append(EVALUATIONS)
         head = SegmentHead(
             needs=tuple(sorted(needs)),
             epoch=1,
@@ -158,6 +160,24 @@ class SimulationRecorder:
             finished=about.finished,
         )
         self._writer.append(record)
+
+    def evaluated(self, ended: DevicesEvaluated, version: int, about: Happened) -> None:
+        """Record an evaluation on the devices."""
+        self._writer.append(
+            EvaluationEnded(
+                entry=f"{about.n}-0",
+                evaluation=ended.evaluation,
+                measured=ended.version,
+                base=ended.base,
+                devices=ended.devices,
+                outcomes=ended.outcomes,
+                sums=ended.sums,
+                metrics=ended.metrics,
+                version=version,
+                time=about.time,
+                received=about.time,
+            )
+        )
 
     def close(self) -> None:
         """Sync everything to disk and close the journal."""

@@ -140,6 +140,8 @@ def simulate_into(
                 ),
             )
             history.measure(made.version, made.metrics)
+            if (found := made.on_devices) is not None:
+                history.measure_on_devices(made.version, found.metrics, found.summary)
             for key, notice in history.notices(journal=journal):
                 if key not in told:
                     told.add(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fedstream.core import reasons
 from fedstream.core.errors import DataError, FedstreamError
 from fedstream.core.layout import Model
+from fedstream.core.messages import DevicesEvaluated, Measured
 from fedstream.runtime.plugins import about, words
 from fedstream.simulation import stacked
 from fedstream.trainer import vector
@@ -18,9 +21,9 @@ from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.descent import channels_last, lay_out
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.on_devices import device_metrics, spread
+from fedstream.trainer.on_devices import Choice, device_metrics, result, spread, sums_of
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work
-from fedstream.trainer.task import Task, measured, solver_for_device, untrained
+from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -220,6 +223,10 @@ class Measuring:
         self.stopping = Stopping(settings.run.stop, task.goal)
         self._place = settings.simulation.device
         self._data = placed(data, self._place) if data is not None else None
+        on_devices = settings.evaluator.on_devices
+        self._choice = Choice(on_devices, settings.run.seed) if on_devices else None
+        self.raised: list[DataError] = []
+        """errors of metrics on devices' own test data, since the caller took them out"""
 
     def __call__(self, model: Model, version: int, *, last: bool) -> dict[str, float]:
         """Metrics of a version; empty if there is no test data. ``last``: of the run."""
@@ -236,6 +243,61 @@ class Measuring:
                 )
                 metrics |= spread(self.per_device, self._task.goal)
         return metrics
+
+    def on_devices(self, model: Model, version: int) -> DevicesEvaluated | None:
+        """The evaluation of a version on the devices, in no virtual time; None if there is none.
+
+        All devices are present, and each answers.
+        """
+        settings, choice = self._settings.evaluator.on_devices, self._choice
+        if settings is None or choice is None:
+            return None
+        module = self._training.module
+        vector.load(model, module)
+        answers: dict[int, Measured] = {}
+        outcomes: Counter[str] = Counter()
+        for device in choice.of(range(self._devices), version):
+            reason, found = None, None
+            try:
+                with blamed(f"test data of device {device} at version {version}"):
+                    data = self._task.device_test_data(device)
+                    if data is not None:
+                        with suppress(NoLabels):
+                            found = sums_of(self._task, module, placed(data, self._place))
+            except DataError as error:
+                self.raised.append(error)
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                reason = reasons.raised(cause)
+            if found is None:
+                outcomes[reasons.of_evaluation(reason or reasons.NO_TEST_DATA)] += 1
+                if reason is None:
+                    choice.without_data([device])
+                continue
+            samples, sums = found
+            answer = Measured(
+                task=f"evaluation-{version}-{device}",
+                attempt="1",
+                device=device,
+                trainer="simulation",
+                version=version,
+                base="none",
+                samples=samples,
+                sums=sums,
+                trusted=True,
+            )
+            outcomes[answer.outcome] += 1
+            if answer.outcome == reasons.MEASURED:
+                answers[device] = answer
+        return result(
+            answers,
+            outcomes,
+            settings,
+            self._task.goal,
+            evaluation=f"{version:012d}",
+            version=version,
+            blob="none",
+            base="none",
+        )
 
 
 @contextmanager

@@ -45,6 +45,9 @@ class Lines(Task):
     def test_data(self) -> Dataset[Any]:
         return self.device_data(0)
 
+    def device_test_data(self, device: int) -> Dataset[Any]:
+        return self.device_data(device)
+
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         if not self.gate.is_set():
             self.held.set()

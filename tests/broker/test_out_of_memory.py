@@ -16,18 +16,22 @@ from fedstream.broker import blobs, scripts
 from fedstream.broker.cleanup import mend, some_keys
 from fedstream.broker.client import Client
 from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.ledger.evaluator import OpenEvaluation
 from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.partial_blobs import PartialBlob
 from fedstream.core.errors import OutOfMemory
 from fedstream.core.messages import (
     CloseRound,
+    DevicesEvaluated,
     Event,
     GiveUp,
     Heartbeat,
+    Measured,
     Presence,
     SetQuarantine,
     Trigger,
     Withdraw,
+    task_id,
 )
 from fedstream.core.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
@@ -260,7 +264,61 @@ async def put_part(hand: Hand) -> Step:
     return lambda: blob.put(0, memoryview(bytes(9)), b"note", b"complete")
 
 
+async def evaluating(hand: Hand) -> OpenEvaluation:
+    """An evaluation whose tasks are not open yet."""
+    await hand.create()
+    await hand.announce("t")
+    await (await open_evaluation(hand, created=True))()
+    found = await hand.ledger.evaluation()
+    assert found is not None
+    return found
+
+
+async def open_evaluation(hand: Hand, *, created: bool = False) -> Step:
+    if not created:
+        await hand.create()
+    head = await hand.ledger.head()
+    assert head is not None
+    id_ = task_id(1, bytes(10))
+    return lambda: hand.ledger.open_evaluation(id_, head, [3], 4e9, nbytes=16)
+
+
+async def ask_devices(hand: Hand) -> Step:
+    evaluation = await evaluating(hand)
+    task = evaluation.task(task_id(2, bytes(10)), 3)
+    return lambda: hand.ledger.ask_devices(evaluation, 1.0, [task])
+
+
+async def admit_measured(hand: Hand) -> Step:
+    evaluation = await evaluating(hand)
+    task = evaluation.task(task_id(2, bytes(10)), 3)
+    await hand.ledger.ask_devices(evaluation, 1.0, [task])
+    answer = Measured(task=task.task, attempt="a", device=3, trainer="t", version=0, base=task.base)
+    await hand.client.call("XADD", hand.keys.inbox("pool"), "*", "m", answer.encode())
+    [entry] = await hand.heard()
+    return lambda: hand.ledger.admit_measured("pool", entry, answer, trusted=True)
+
+
+async def end_evaluation(hand: Hand) -> Step:
+    evaluation = await evaluating(hand)
+    task = evaluation.task(task_id(2, bytes(10)), 3)
+    await hand.ledger.ask_devices(evaluation, 1.0, [task])
+    ended = DevicesEvaluated(
+        evaluation=evaluation.id,
+        version=0,
+        blob=task.blob,
+        base=task.base,
+        devices=1,
+        outcomes={"no answer in time": 1},
+    )
+    return lambda: hand.ledger.end_evaluation(0, ended)
+
+
 SCENES = {
+    "open_evaluation": open_evaluation,
+    "ask_devices": ask_devices,
+    "admit_measured": admit_measured,
+    "end_evaluation": end_evaluation,
     "trigger": trigger,
     "dispatch": dispatch,
     "dispatch, own initiative": dispatch_own,

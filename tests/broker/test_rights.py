@@ -37,7 +37,7 @@ from tests.broker.guarded import (
     guarded,
     needs_7,
 )
-from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
+from tests.broker.pipeline import Lines, Pipeline, finished, lines, pipeline, reached
 from tests.support import EveryRole, Hand, wait_until
 
 pytestmark = pytest.mark.process
@@ -67,6 +67,7 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
         "run.versions=100000",
         "run.stop.target=0.9",
         "evaluator.every=1",
+        "evaluator.on_devices.fraction=1.0",
         "run.dry_step=false",
     )
     async with under_users(fresh, tmp_path, *sets) as services:
@@ -85,6 +86,12 @@ async def test_single_update_run_with_a_workspace_reaches_its_target(
         async with fresh.client("operator") as operator:
             view = await finished(operator, KEYS)
             assert "accuracy" in (view.run.why or "")
+
+            async def measured() -> bool:  # the last version, by all devices
+                counts = (await EveryRole(operator, KEYS, "o").tally()).counts
+                return counts.get("evaluated:measured", 0) >= Lines.devices
+
+            await wait_until(measured)
 
             async def left() -> bool:  # the coordinator has struck off who said good-bye
                 return sorted(await EveryRole(operator, KEYS, "o").trainers()) == [
@@ -153,6 +160,7 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
     "trainer": [
         *(("HSET", key, "a", 1) for key in (KEYS.head, KEYS.run, KEYS.lineage, KEYS.tokens)),
         *(("HSET", key, "a", 1) for key in (KEYS.open, KEYS.admitted, KEYS.counts)),
+        *(("HSET", key, "a", 1) for key in (KEYS.evaluation, KEYS.evaluations, KEYS.measured)),
         ("HSET", KEYS.model("1.1"), "0", "x"),
         ("HSET", KEYS.device(1), "0", "x"),
         ("UNLINK", KEYS.model("1.1")),
@@ -189,10 +197,12 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
     "evaluator": [
         ("HSET", KEYS.model("1.1"), "0", "x"),
         ("HSET", KEYS.head, "a", 1),
-        ("XADD", KEYS.queue, "*", "m", "x"),
+        ("XREAD", "STREAMS", KEYS.queue, "0"),  # it ends evaluations there
+        ("XREAD", "STREAMS", KEYS.tasks, "0"),
         ("XREAD", "STREAMS", KEYS.inbox("pool"), "0"),
         ("HGET", KEYS.update("a.b"), "0"),
-        ("HSET", KEYS.counts, "applied", 9),
+        ("HSET", KEYS.queued("a.b"), "0", "x"),
+        ("HSET", KEYS.open, "a", "x"),
     ],
     "updater": [
         ("XADD", KEYS.tasks, "*", "m", "x"),

@@ -18,8 +18,8 @@ import fedstream
 from fedstream.core.messages import Measured
 from fedstream.trainer.goals import Stopping, StopSettings, goal_of, main_metric
 from fedstream.trainer.on_devices import (
+    Choice,
     OnDevicesSettings,
-    chosen,
     metrics_over,
     sums_of,
     totals,
@@ -131,19 +131,22 @@ def test_what_an_untrusted_device_claims_is_bounded() -> None:
 
 def test_the_choice_of_devices_can_be_repeated() -> None:
     settings = OnDevicesSettings(fraction=0.3)
-    first = chosen(range(100), settings, seed=7, version=20)
-    assert first == chosen(range(100), settings, seed=7, version=20) == tuple(sorted(first))
+    first = Choice(settings, seed=7).of(range(100), 20)
+    assert first == Choice(settings, seed=7).of(range(100), 20) == tuple(sorted(first))
     assert len({*first}) == 30
-    assert first != chosen(range(100), settings, seed=7, version=30)
-    assert first != chosen(range(100), settings, seed=8, version=20)
-    assert chosen([4, 9], OnDevicesSettings(count=5), seed=0, version=0) == (4, 9)
-    assert chosen([4], settings, seed=0, version=0) == (4,)
+    assert first != Choice(settings, seed=7).of(range(100), 30)
+    assert first != Choice(settings, seed=8).of(range(100), 20)
+    assert Choice(OnDevicesSettings(count=5), seed=0).of([4, 9], 0) == (4, 9)
+    assert Choice(settings, seed=0).of([4], 0) == (4,)
 
 
-def test_devices_without_test_data_are_left_out_unless_no_others_are_there() -> None:
-    settings = OnDevicesSettings(fraction=1.0)
-    assert chosen(range(4), settings, seed=0, version=0, without={1, 2}) == (0, 3)
-    assert chosen([1, 2], settings, seed=0, version=0, without={1, 2}) == (1, 2)
+def test_devices_without_test_data_are_left_out_for_a_while() -> None:
+    """Unless no others are there."""
+    choice = Choice(OnDevicesSettings(fraction=1.0), seed=0)
+    choice.without_data([1, 2])
+    assert choice.of([1, 2], 0) == (1, 2)
+    assert [choice.of(range(4), version) for version in range(1, 10)] == [(0, 3)] * 9
+    assert choice.of(range(4), 10) == (0, 1, 2, 3)
 
 
 def test_metrics_of_devices_have_the_goals_of_their_names() -> None:

@@ -40,7 +40,7 @@ async def ask(hand: Hand, evaluation: OpenEvaluation, share: float = 1.0) -> lis
 
 
 async def say(
-    hand: Hand, task: Evaluation, outcome: str = reasons.MEASURED, *, site: str = POOL, **more: Any
+    hand: Hand, task: Evaluation, reason: str | None = None, *, site: str = POOL, **more: Any
 ) -> tuple[str, str]:
     """A device answers: what the coordinator makes of it."""
     about: dict[str, Any] = {
@@ -51,11 +51,12 @@ async def say(
         "version": task.version,
         "base": task.base,
         "sums": {"accuracy": (1.0, 2.0)},
+        "reason": reason,
     }
     answer = Measured(**about | more)
     await hand.client.call("XADD", hand.keys.inbox(site), "*", "m", answer.encode())
     [entry] = await hand.heard(site)
-    return await hand.ledger.admit_measured(site, entry, answer, outcome=outcome, trusted=True)
+    return await hand.ledger.admit_measured(site, entry, answer, trusted=True)
 
 
 def result(evaluation: OpenEvaluation, **outcomes: int) -> DevicesEvaluated:
