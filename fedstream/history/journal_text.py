@@ -287,8 +287,8 @@ def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded) -> dict[str, 
     if isinstance(entry, EvaluationEnded):
         found = entry.outcomes.get(MEASURED, 0)
         what = f"version {entry.measured} by {found} of {entry.devices} devices"
-        named = (f"{name} {value:.4g}" for name, value in entry.metrics.items())
-        return {"outcome": "evaluation", "reason": ": ".join([what, ", ".join(named)])}
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in entry.metrics.items())
+        return {"outcome": "evaluation", "reason": f"{what}: {metrics or 'too few'}"}
     if isinstance(entry, RoundClosed):
         return {"outcome": "round end", "reason": entry.why or f"of version {entry.round}"}
     what = "release" if entry.release else "quarantine"

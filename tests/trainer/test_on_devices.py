@@ -49,7 +49,13 @@ def module() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def answer(device: int, trusted: bool = True, **sums: tuple[float, float]) -> Measured:
+def answer(
+    device: int, sums: dict[str, tuple[float, float]] | None = None, **means: tuple[float, float]
+) -> Measured:
+    return of_site(device, sums or means)
+
+
+def of_site(device: int, sums: dict[str, tuple[float, float]], *, trusted: bool = True) -> Measured:
     return Measured(
         task=f"t{device}",
         attempt="a",
@@ -71,7 +77,7 @@ def test_devices_that_split_the_rows_count_as_a_central_test_set_does(cuts: set[
     for device, (begin, end) in enumerate(pairwise(edges)):
         part = Subset(task.data, range(begin, end))
         if any(part[n][1] != IGNORED for n in range(len(part))):
-            answers[device] = answer(device, **sums_of(task, model, part)[1])
+            answers[device] = answer(device, sums_of(task, model, part)[1])
     whole = sums_of(task, model, task.data)[1]
     found = totals(answers)
     assert found["accuracy"] == whole["accuracy"]
@@ -122,10 +128,10 @@ def test_the_spread_is_over_devices_and_the_mean_over_rows() -> None:
 def test_what_an_untrusted_device_claims_is_bounded() -> None:
     """Its weight counts as 10 times the median, and its sum in proportion."""
     answers = {n: answer(n, loss=(10.0, 10.0)) for n in range(4)}
-    answers[4] = answer(4, trusted=False, loss=(5e9, 1e9))
+    answers[4] = of_site(4, {"loss": (5e9, 1e9)}, trusted=False)
     assert totals(answers)["loss"] == (40.0 + 500.0, 40.0 + 100.0)
     assert totals(answers, most_weight=20.0)["loss"] == (40.0 + 100.0, 40.0 + 20.0)
-    answers[4] = answer(4, trusted=True, loss=(5e9, 1e9))
+    answers[4] = answer(4, loss=(5e9, 1e9))
     assert totals(answers)["loss"][1] == 1e9 + 40.0
 
 

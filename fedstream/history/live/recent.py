@@ -80,11 +80,9 @@ class Recent:
         text = event.text and event.text[-_TEXT:]
         event = event.model_copy(update={"time": _moment(event.time), "text": text})
         if is_measurement(event) and event.version is not None:
-            before = self.measured.get(event.version)
-            if before is not None:  # devices measure the same version
-                both = {**(before.metrics or {}), **(event.metrics or {})}
-                event = event.model_copy(update={"metrics": both})
-            self.measured[event.version] = event
+            before = self.measured.get(event.version)  # by devices, or of their version
+            both = {**(before.metrics or {} if before else {}), **(event.metrics or {})}
+            self.measured[event.version] = event.model_copy(update={"metrics": both})
             if len(self.measured) > _MEASURED:
                 del self.measured[next(iter(self.measured))]
         elif event.what == "outcome" and event.outcome is not None:
