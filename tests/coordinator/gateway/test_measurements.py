@@ -8,12 +8,12 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.core import reasons
-from fedstream.core.messages import task_id
 from fedstream.protocol.messages import EvaluationOffer
 from tests.coordinator.gateway.places import (
     Answer,
     Place,
     coordinating,
+    evaluates,
     joined,
     serving,
 )
@@ -26,20 +26,6 @@ SUMS = {"accuracy": (7.0, 10.0), "loss": (3.5, 10.0)}
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other replica is waited for that may have a device's tasks."""
     monkeypatch.setattr("fedstream.coordinator.gateway.handover._SETTLE_S", 0.2)
-
-
-async def evaluates(hand: Hand, *devices: int, within_s: float = 60.0) -> None:
-    """The evaluator asks these devices to measure the newest version."""
-    head = await hand.ledger.head()
-    assert head is not None
-    hand.devices += 1
-    id_, deadline = task_id(hand.devices, bytes(10)), hand.ledger.now() + within_s
-    how = await hand.ledger.open_evaluation(id_, head, devices, deadline, nbytes=hand.layout.nbytes)
-    assert how == "begun"
-    evaluation = await hand.ledger.evaluation()
-    assert evaluation is not None
-    tasks = [evaluation.task(task_id(1000 + n, bytes(10)), n) for n in devices]
-    assert await hand.ledger.ask_devices(evaluation, 1.0, tasks) == len(devices)
 
 
 async def offered(at: Place, device: int = 3) -> EvaluationOffer:
