@@ -178,7 +178,9 @@ def try_measuring(
                 with blaming(settings, f"test data of device {device}:", _HINT):
                     own = _on_own(task, device, place)
                     if on_devices and own and not any(map(isfinite, own.values())):
-                        raise DataError(f"no metric is a finite number: {own}")
+                        raise DataError(
+                            f"test data of device {device}: no metric is a finite number: {own}"
+                        )
                 if on_devices:
                     found |= {f"{ON_DEVICES}{name}": value for name, value in own.items()}
                 elif own:

@@ -545,6 +545,16 @@ def test_quarantine(reader: Open) -> None:
         ]
 
 
+def test_evaluate_on_devices(reader: Open) -> None:
+    with reader("docs/how-to/evaluate-on-devices.md", instead={"400": "40"}) as page:
+        page.follow()
+        found = summary(newest(page))
+        assert found["best"]["devices_loss"]["value"] < 0.5
+        simulated = page.said[next(iter(page.said))]
+        assert re.search(r"devices_recall +[01]\.", simulated)
+        assert "devices         loss mean" in simulated
+
+
 def test_gateway(reader: Open) -> None:
     with reader("docs/how-to/gateway.md", instead=SLOW) as page:
         settings = read(page.save("gateway.toml", "toml"))
