@@ -43,6 +43,7 @@ from fedstream.trainer.vector import layout_of
 
 if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Layout
+    from fedstream.core.messages import Sum
     from fedstream.device.training import Halt
     from fedstream.trainer.workspace import Start
 
@@ -81,7 +82,7 @@ class TimedGateway(OwnGateway):
 
 
 class NoTraining(LocalTraining):
-    """A stand-in for training: it moves all values of the model a little, at once."""
+    """A stand-in for training, which moves all values of the model a little, and for metrics."""
 
     def __init__(self, device: int) -> None:
         """Without learner, thread and folder. ``device``: its values differ from the others'."""
@@ -93,6 +94,10 @@ class NoTraining(LocalTraining):
 
     def again(self) -> None:
         """Forget nothing."""
+
+    async def measured(self, model: Model, device: int) -> tuple[int, dict[str, Sum]]:
+        """One number of the model."""
+        return 1, {"first": (float(model.floats[0]), 1.0)}
 
     async def learned(
         self, offer: Offer, start: Start, memory: Floats | None, halt: Halt
