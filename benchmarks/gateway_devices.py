@@ -33,7 +33,7 @@ from fedstream.device.folder import DeviceFolder
 from fedstream.device.gateway import OwnGateway
 from fedstream.device.training import LocalTraining
 from fedstream.device.worker import DeviceWorker
-from fedstream.protocol.messages import CheckIn, Enrolment, Offer
+from fedstream.protocol.messages import CheckIn, Enrolment, EvaluationOffer, Offer
 from fedstream.protocol.signatures import pem_of
 from fedstream.runtime.process import allow_files
 from fedstream.trainer.devices import DeviceSettings
@@ -43,6 +43,7 @@ from fedstream.trainer.vector import layout_of
 
 if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Layout
+    from fedstream.core.messages import Sum
     from fedstream.device.training import Halt
     from fedstream.trainer.workspace import Start
 
@@ -73,7 +74,7 @@ class TimedGateway(OwnGateway):
 
     offered = 0.0  # when it made the last one, monotonic seconds
 
-    async def check_in(self, asks: CheckIn) -> Offer | float:
+    async def check_in(self, asks: CheckIn) -> Offer | EvaluationOffer | float:
         """Ask for a task."""
         found = await super().check_in(asks)
         self.offered = time.monotonic()
@@ -81,7 +82,7 @@ class TimedGateway(OwnGateway):
 
 
 class NoTraining(LocalTraining):
-    """A stand-in for training: it moves all values of the model a little, at once."""
+    """A stand-in for training, which moves all values of the model a little, and for metrics."""
 
     def __init__(self, device: int) -> None:
         """Without learner, thread and folder. ``device``: its values differ from the others'."""
@@ -93,6 +94,10 @@ class NoTraining(LocalTraining):
 
     def again(self) -> None:
         """Forget nothing."""
+
+    async def measured(self, model: Model, device: int) -> tuple[int, dict[str, Sum]]:
+        """One number of the model."""
+        return 1, {"first": (float(model.floats[0]), 1.0)}
 
     async def learned(
         self, offer: Offer, start: Start, memory: Floats | None, halt: Halt

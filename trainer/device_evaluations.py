@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.core.messages import task_id
-from fedstream.core.reasons import NO_ANSWER, NO_TEST_DATA
+from fedstream.core.reasons import DOES_NOT_EVALUATE, NO_ANSWER, NO_TEST_DATA
 from fedstream.runtime.backoff import pause
 from fedstream.trainer.on_devices import Choice, result
 
@@ -138,7 +138,9 @@ class DeviceEvaluations:
             return
         self._last = evaluation.version
         self._choice.without_data(
-            device for device, answer in answers.items() if answer.outcome == NO_TEST_DATA
+            device
+            for device, answer in answers.items()
+            if answer.outcome in (NO_TEST_DATA, DOES_NOT_EVALUATE)
         )
         log = self._context.log
         (log.info if metrics else log.warning)(

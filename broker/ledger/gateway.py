@@ -43,7 +43,7 @@ RIGHTS = Rights(
             ),
             commands=("evalsha", "get", "set", "hget", "hset", "hdel"),
         ),
-        Rights(reads=("open",), commands=("hexists",)),
+        Rights(reads=("open", "evaluations"), commands=("hexists",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
         Rights(both=("gateway:{site}:upload:*",), commands=partial_blobs.ON_NOTE),
         Rights(writes=("update:{site}/*",), commands=partial_blobs.ON_BLOB),
@@ -187,6 +187,10 @@ class GatewayLedger(TakesTasks):
     async def is_open(self, task: str) -> bool:
         """Whether a task is open; False also for a task that Redis has forgotten."""
         return bool(await self._client.call("HEXISTS", self.keys.open, task))
+
+    async def is_evaluating(self, device: int) -> bool:
+        """Whether a device has an open task of an evaluation."""
+        return bool(await self._client.call("HEXISTS", self.keys.evaluations, device))
 
 
 def _fate(admitted: bytes | None, ended: Sequence[bytes]) -> Fate:

@@ -28,6 +28,7 @@ from fedstream.protocol.messages import (
     CHECK_IN_ROUTE,
     GIVE_UP_ROUTE,
     HEARTBEAT_ROUTE,
+    MEASUREMENT_ROUTE,
     MODEL_ROUTE,
     OPENAPI_ROUTE,
     UPDATE_ROUTE,
@@ -36,6 +37,7 @@ from fedstream.protocol.messages import (
     Beat,
     Body,
     CheckIn,
+    Measurement,
     Nothing,
     Surrender,
 )
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.access import Handler
     from fedstream.coordinator.gateway.check_ins import CheckIns
     from fedstream.coordinator.gateway.handover import HandOvers
+    from fedstream.coordinator.gateway.measurements import Measurements
     from fedstream.coordinator.gateway.metrics import GatewayMetrics
     from fedstream.coordinator.gateway.models import ModelCopies
     from fedstream.coordinator.gateway.replica import Replica
@@ -71,6 +74,7 @@ class Opened:
     tasks: Tasks
     moves: HandOvers
     uploads: Uploads
+    measurements: Measurements
     metrics: GatewayMetrics
 
 
@@ -101,6 +105,7 @@ class GatewayApp:
             web.get(CHANGES_ROUTE, self._changes),
             web.post(HEARTBEAT_ROUTE, self._heartbeat),
             web.post(GIVE_UP_ROUTE, self._give_up),
+            web.post(MEASUREMENT_ROUTE, self._measurement),
             *(
                 web.route(
                     method,
@@ -188,6 +193,16 @@ class GatewayApp:
         if self.is_stopping and request.method in ("POST", "PATCH"):
             raise self._not_yet()
         return await self.running.uploads.answer(request, device)
+
+    async def _measurement(self, request: web.Request) -> web.StreamResponse:
+        device = await self.device_of(request)
+        said = await self.said(request, Measurement)
+        self._heard(device)
+        if self.is_stopping:
+            raise self._not_yet()
+        task, attempt = request.match_info["task"], request.match_info["attempt"]
+        await self.running.measurements.take(task, attempt, device, said)
+        return json_answer(Nothing())
 
     # the rest
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.coordinator.gateway import offers
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.messages import Evaluation
 from fedstream.runtime.limits import LogLimiter
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class CheckIns:
             raise Refusal(
                 406, "format", f"the run's models are published in {offers.model_format(head)}"
             )
-        held = await self.task_for(device, said.wait_s, is_there)
+        held = await self.task_for(device, said.wait_s, is_there, evaluates=said.evaluates)
         if held == "replaced":
             return None
         if held == "nothing":
@@ -91,9 +92,16 @@ class CheckIns:
             raise Refusal(403, "unknown device", f"the run has {devices} devices, numbered from 0")
 
     async def task_for(
-        self, device: int, wait_s: float, is_there: IsThere = lambda: True
+        self,
+        device: int,
+        wait_s: float,
+        is_there: IsThere = lambda: True,
+        *,
+        evaluates: bool = False,
     ) -> Held | Literal["nothing", "replaced"]:
         """Note that a device has come, and wait at most ``wait_s`` for its next task.
+
+        ``evaluates``: whether that may be an evaluation.
 
         "nothing": there was no task in time, or the run is over. "replaced": the device sent a
         newer request, hung up, or may no longer take part. Raises Refusal if too many devices are
@@ -105,7 +113,7 @@ class CheckIns:
         if self._sessions.first(device) is not None:
             await self._run_cache.look()  # the task may have come a while ago
         while not self._run_cache.is_over:
-            if (held := await self._tasks.due(device)) is not None:
+            if (held := await self._tasks.due(device, evaluates=evaluates)) is not None:
                 return held
             if end <= loop.time() or self._context.stop.is_set():
                 break
@@ -123,19 +131,23 @@ class CheckIns:
         return "nothing"
 
     def _offer(self, held: Held, said: CheckIn) -> bytes:
-        run, head = self._run_cache.run, self._run_cache.head
+        task, run, head = held.task, self._run_cache.run, self._run_cache.head
+        if isinstance(task, Evaluation):
+            head = self._run_cache.evaluated(task)
         held.tau = head.version
         self._metrics.offered.inc()
         if said.has != head.given:
             self._models.prepare(head)
+        changes, now = self._models.changes_url(head, said.has), self._tasks.now()
+        model = offers.model(run, head, changes)
+        heartbeat_s = self._settings.heartbeat_s
+        if isinstance(task, Evaluation):
+            return offers.evaluation_offer(
+                task, held.attempt, run, model, now, heartbeat_s=heartbeat_s
+            ).encode()
+        update = offers.format_for(said.formats, self._update)
         return offers.offer(
-            held,
-            run,
-            head,
-            offers.format_for(said.formats, self._update),
-            self._tasks.now(),
-            changes=self._models.changes_url(head, said.has),
-            heartbeat_s=self._settings.heartbeat_s,
+            task, held.attempt, run, model, update, now, heartbeat_s=heartbeat_s
         ).encode()
 
     def _check_run(self) -> None:

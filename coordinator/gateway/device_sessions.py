@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.core.messages import Evaluation
 from fedstream.protocol.messages import ATTEMPT_DIGITS
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Woken: TypeAlias = Literal["look", "nothing", "replaced"]
 class Held:
     """A task that this replica holds: its stream entry is leased to us."""
 
-    task: Assignment
+    task: Assignment | Evaluation
     entry: Entry
     stream: str
     tau: int | None = None  # version of our last offer; None: no offer
@@ -239,6 +240,13 @@ class DeviceSessions:
         """The oldest held task of a device, to be done now; None if there is none."""
         session = self._by_device.get(device)
         return session.tasks[0] if session is not None and session.tasks else None
+
+    def evaluates(self, device: int) -> bool:
+        """Whether an evaluation of a device is held."""
+        session = self._by_device.get(device)
+        return session is not None and any(
+            isinstance(held.task, Evaluation) for held in session.tasks
+        )
 
     def held(self, task: str, device: int) -> Held:
         """A held task of this device. Raises NotHeld."""

@@ -218,14 +218,21 @@ class HandOvers:
         except NotHeld:
             # The other replica may be stopping, restarting or cut off, so only an ended task is
             # over.
-            if task in self._sessions or not await self._may_be_elsewhere(task):
+            if task in self._sessions or not await self._may_be_elsewhere(task, device):
                 raise
             raise HeldElsewhere(task) from None
 
-    async def _may_be_elsewhere(self, task: str) -> bool:
-        """Whether a task is open, so that another replica may hold it."""
+    async def _may_be_elsewhere(self, task: str, device: int) -> bool:
+        """Whether a task is open, so that another replica may hold it.
+
+        An evaluation may be, if the device has one and this replica does not hold it.
+        """
         [fate] = await self._ledger.fates([task])
-        return fate.admitted is None and await self._ledger.is_open(task)
+        if fate.admitted is not None:
+            return False
+        if await self._ledger.is_open(task):
+            return True
+        return not self._sessions.evaluates(device) and await self._ledger.is_evaluating(device)
 
     def _may_come(self, device: int) -> bool:
         """Whether a device may become present without a check-in."""

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 
 from fedstream.core import reasons
 from fedstream.core.formats import F32
+from fedstream.core.messages import Assignment, Evaluation
 from fedstream.core.records import head_of
 from fedstream.protocol.messages import (
+    MEASUREMENT_ROUTE,
     MODEL_ROUTE,
     UPDATE_ROUTE,
     Advice,
+    EvaluationOffer,
+    ExpectedMeasurement,
     ExpectedUpdate,
     Offer,
+    OfferedEvaluation,
     OfferedModel,
     OfferedTask,
 )
@@ -21,28 +26,26 @@ from fedstream.protocol.messages import (
 if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.core.formats import Format
-    from fedstream.core.messages import Assignment
     from fedstream.core.records import Head, Run
 
 GO_ON = Advice(go_on=True)
 
 
 def offer(
-    held: Held,
+    task: Assignment,
+    attempt: str,
     run: Run,
-    head: Head,
+    model: OfferedModel,
     update: Format,
     now: float,
     *,
-    changes: str | None = None,
     heartbeat_s: float,
 ) -> Offer:
     """Offer a task, to be trained from the newest version.
 
     ``update``: the wanted format of the update. ``now``: seconds since 1970, by the clock of the
-    task's deadline. ``changes``: the URL of the changes since the device's model.
+    task's deadline.
     """
-    task, unshared = held.task, run.layout.unshared
     return Offer(
         task=OfferedTask(
             id=task.task,
@@ -53,11 +56,11 @@ def offer(
             seconds=task.seconds,
             left_s=None if task.deadline is None else max(0.0, task.deadline - now),
         ),
-        attempt=held.attempt,
-        model=_offered(head, run, changes),
-        unshared=None if unshared is None else _offered(head_of(unshared), run),
+        attempt=attempt,
+        model=model,
+        unshared=_unshared(run),
         update=ExpectedUpdate(
-            url=UPDATE_ROUTE.format(task=task.task, attempt=held.attempt),
+            url=UPDATE_ROUTE.format(task=task.task, attempt=attempt),
             sends=run.sends,
             format=update.name,
             layout=run.layout.signature,
@@ -67,7 +70,38 @@ def offer(
     )
 
 
-def _offered(head: Head, run: Run, changes: str | None = None) -> OfferedModel:
+def evaluation_offer(
+    task: Evaluation,
+    attempt: str,
+    run: Run,
+    model: OfferedModel,
+    now: float,
+    *,
+    heartbeat_s: float,
+) -> EvaluationOffer:
+    """Offer an evaluation; the arguments are as for an offer."""
+    return EvaluationOffer(
+        task=OfferedEvaluation(
+            id=task.task, device=task.device, left_s=max(0.0, task.deadline - now)
+        ),
+        attempt=attempt,
+        model=model,
+        unshared=_unshared(run),
+        measurement=ExpectedMeasurement(
+            url=MEASUREMENT_ROUTE.format(task=task.task, attempt=attempt),
+            layout=run.layout.signature,
+        ),
+        heartbeat_s=heartbeat_s,
+    )
+
+
+def _unshared(run: Run) -> OfferedModel | None:
+    unshared = run.layout.unshared
+    return None if unshared is None else model(run, head_of(unshared))
+
+
+def model(run: Run, head: Head, changes: str | None = None) -> OfferedModel:
+    """Offer a version's model. ``changes``: the URL of the changes since the device's model."""
     return OfferedModel(
         version=head.version,
         digest=head.given,
@@ -92,14 +126,14 @@ def format_for(formats: Sequence[str], wanted: Format) -> Format:
     return wanted if {wanted.name, kind} & {*formats} else F32
 
 
-def overdue(task: Assignment, head: Head, now: float) -> str | None:
+def overdue(task: Assignment | Evaluation, head: Head, now: float) -> str | None:
     """The reason to give up a task of a present device, if it is overdue; else None.
 
     ``now``: seconds since 1970.
     """
     if task.deadline is not None and now > task.deadline:
         return reasons.DEADLINE_PASSED
-    if task.version is not None and task.version != head.version:
+    if isinstance(task, Assignment) and task.version not in (None, head.version):
         return reasons.ROUND_OVER
     return None
 

@@ -13,6 +13,7 @@ from fedstream.protocol.messages import (
     ENROL_ROUTE,
     GIVE_UP_ROUTE,
     HEARTBEAT_ROUTE,
+    MEASUREMENT_ROUTE,
     MODEL_ROUTE,
     OPENAPI_ROUTE,
     TOKEN_ROUTE,
@@ -42,8 +43,9 @@ _DIGEST: Final = {
 _HAS: Final = {**_DIGEST, "name": "has"}
 
 
-def _body(schema: str) -> dict[str, Any]:
-    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+def _body(*schemas: str) -> dict[str, Any]:
+    named = [{"$ref": f"#/components/schemas/{schema}"} for schema in schemas]
+    return {_JSON: {"schema": named[0] if len(named) == 1 else {"anyOf": named}}}
 
 
 def _says(about: str, schema: str | None = None, *headers: str) -> dict[str, Any]:
@@ -132,7 +134,10 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "summary": "Ask for a task, and wait for one",
             "requestBody": _asks("CheckIn"),
             "responses": {
-                "200": _says("a task", "Offer"),
+                "200": {
+                    **_says("a task; an evaluation only if the device said `evaluates`"),
+                    "content": _body("Offer", "EvaluationOffer"),
+                },
                 "204": _says("none: check in again after Retry-After", None, "Retry-After"),
                 "410": _says("the run is finished", "Problem"),
                 **_PROBLEMS,
@@ -161,6 +166,18 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
             "parameters": [_TASK],
             "requestBody": _asks("Surrender"),
             "responses": {"200": _says("given up, now or before", "Nothing"), **_PROBLEMS},
+        }
+    },
+    MEASUREMENT_ROUTE: {
+        "post": {
+            "summary": "Answer an evaluation with the metrics on the device's test data",
+            "parameters": [_TASK, _ATTEMPT],
+            "requestBody": _asks("Measurement"),
+            "responses": {
+                "200": _says("taken, now or before", "Nothing"),
+                "404": _says("the evaluation is over", "Problem"),
+                **_PROBLEMS,
+            },
         }
     },
     UPDATE_ROUTE: {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.errors import ConfigError, NoRun
+from fedstream.core.records import Head
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import DeviceSessions
     from fedstream.coordinator.gateway.settings import GatewaySettings
     from fedstream.core.formats import Format
-    from fedstream.core.records import Head, Run
+    from fedstream.core.messages import Evaluation
+    from fedstream.core.records import Run
     from fedstream.runtime.task_settings import LeaseSettings
 
 _REMEMBERED = 1000  # newest versions whose models devices may request
@@ -112,6 +114,23 @@ class RunCache:
         if self._head is None or head.version >= self._head.version:
             self._head = head
             self._seen += 1
+        self._know(head)
+
+    def evaluated(self, task: Evaluation) -> Head:
+        """The version that a task is to measure, whose model devices may then request."""
+        head = Head(
+            version=task.version,
+            digest=task.digest,
+            blob=task.blob,
+            time=0.0,  # this and the epoch are unknown
+            epoch=0,
+            chunks=task.chunks,
+            encoded=task.encoded,
+        )
+        self._know(head)
+        return head
+
+    def _know(self, head: Head) -> None:
         self._known.pop(head.given, None)
         self._known[head.given] = head
         while len(self._known) > _REMEMBERED:

@@ -26,6 +26,7 @@ from fedstream.coordinator.gateway.certificate import ServedCertificate
 from fedstream.coordinator.gateway.check_ins import CheckIns
 from fedstream.coordinator.gateway.device_sessions import DeviceSessions
 from fedstream.coordinator.gateway.handover import HandOvers
+from fedstream.coordinator.gateway.measurements import Measurements
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
 from fedstream.coordinator.gateway.replica import Replica, RunCache
@@ -164,7 +165,8 @@ class Gateway:
                 return
             uploads = Uploads(self.replica, tasks, moves, metrics, self._auth.revoked)
             check_ins = CheckIns(self.replica, self._models, tasks, metrics, context)
-            self._app.open(Opened(context, check_ins, tasks, moves, uploads, metrics))
+            measurements = Measurements(self.replica, tasks, moves)
+            self._app.open(Opened(context, check_ins, tasks, moves, uploads, measurements, metrics))
             within_s = max(30.0, self.replica.lease.seconds)
             with short_pauses():
                 async with asyncio.TaskGroup() as group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.streams import Group
@@ -12,7 +12,16 @@ from fedstream.coordinator.gateway.device_sessions import Held
 from fedstream.coordinator.gateway.upload_state import receipt_of, upload_blob
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage
-from fedstream.core.messages import OWNED, Assignment, Dead, GiveUp, Upload
+from fedstream.core.messages import (
+    OWNED,
+    Assignment,
+    Dead,
+    Evaluation,
+    GiveUp,
+    Measured,
+    Upload,
+    decode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -107,7 +116,7 @@ class Tasks:
 
     async def _hold(self, entry: Entry, group: Group, now: float, *, is_new: bool = False) -> None:
         try:
-            task = Assignment.decode(entry.data)
+            task = decode(entry.data, Assignment, Evaluation)
         except BadMessage as error:
             await self._bury(entry, group.stream, str(error))
             return
@@ -158,13 +167,17 @@ class Tasks:
     async def give_up(self, held: Held, reason: str) -> None:
         """Give up a task, and release it."""
         task = held.task
-        answer = GiveUp(
-            task=task.task,
-            attempt=held.attempt,
-            device=task.device,
-            trainer=self._name,
-            reason=reason,
-        )
+        answer: GiveUp | Measured
+        if isinstance(task, Evaluation):
+            answer = self.measured(held, task, reason=reason)
+        else:
+            answer = GiveUp(
+                task=task.task,
+                attempt=held.attempt,
+                device=task.device,
+                trainer=self._name,
+                reason=reason,
+            )
         said = await self._outbox.answer(held.stream, held.entry, answer)
         self._sessions.ended(task.task)
         if said == "said":
@@ -173,6 +186,18 @@ class Tasks:
             await self._upload(held).discard()
         else:
             await self._discard_ended([held])
+
+    def measured(self, held: Held, task: Evaluation, **about: Any) -> Measured:
+        """The answer to an evaluation; ``about``: the device's part of it."""
+        return Measured(
+            task=task.task,
+            attempt=held.attempt,
+            device=task.device,
+            trainer=self._name,
+            version=task.version,
+            base=task.base,
+            **about,
+        )
 
     async def _discard_ended(self, some: Sequence[Held]) -> None:
         """Delete the partial uploads of those tasks that have ended.
@@ -189,10 +214,15 @@ class Tasks:
         site, task = self._outbox.site, held.task.task
         return upload_blob(self._client, self._keys, site, task, held.attempt)
 
-    async def due(self, device: int) -> Held | None:
-        """Give up the device's overdue tasks; return its oldest other task, or None."""
+    async def due(self, device: int, *, evaluates: bool = False) -> Held | None:
+        """Give up the device's overdue tasks; return its oldest other task, or None.
+
+        Gives up evaluations too, unless the device ``evaluates``.
+        """
         while (held := self._sessions.first(device)) is not None:
             why = await self.overdue(held)
+            if isinstance(held.task, Evaluation) and not evaluates:
+                why = why or reasons.DOES_NOT_EVALUATE
             if why is None:
                 held.is_new = False
                 return held
@@ -227,21 +257,21 @@ class Tasks:
         """Seconds since 1970 by Redis's clock, as in the tasks' deadlines."""
         return self._ledger.now()
 
-    def answered(self, upload: Upload, *, said: bool) -> None:
-        """Release a task whose update was handed over.
+    def answered(self, answer: Upload | Measured, *, said: bool) -> None:
+        """Release a task whose answer was handed over.
 
-        ``said``: whether this request handed the update over, and not an earlier one.
+        ``said``: whether this request handed the answer over, and not an earlier one.
         """
-        self._sessions.ended(upload.task)
+        self._sessions.ended(answer.task)
         if said:
             self.answers += 1
             self._context.trace(
-                "uploaded",
-                task=upload.task,
-                device=upload.device,
-                attempt=upload.attempt,
-                tau=upload.tau,
-                seconds=round(upload.seconds, 3),
+                "uploaded" if isinstance(answer, Upload) else "measured",
+                task=answer.task,
+                device=answer.device,
+                attempt=answer.attempt,
+                tau=answer.tau if isinstance(answer, Upload) else answer.version,
+                seconds=round(answer.seconds, 3),
             )
 
     async def _bury(self, entry: Entry, stream: str, reason: str) -> None:

@@ -42,7 +42,7 @@ from fedstream.coordinator.gateway.upload_state import (
 )
 from fedstream.core.errors import BlobMissing
 from fedstream.core.formats import F32
-from fedstream.core.messages import Upload
+from fedstream.core.messages import Assignment, Upload
 from fedstream.protocol import headers
 from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID, Receipt
 
@@ -178,7 +178,7 @@ class Uploads:
             raise Refusal(
                 404, "unknown task", f"attempt {attempt} is not the current one: check in again"
             )
-        return Source(device=device, seed=held.task.seed, stream=held.stream, entry=held.entry.id)
+        return _source_of(held)
 
     # the four methods
 
@@ -391,9 +391,7 @@ class Uploads:
         """
         self._fits(data.nbytes, report)
         task, attempt = held.task.task, held.attempt
-        source = Source(
-            device=held.task.device, seed=held.task.seed, stream=held.stream, entry=held.entry.id
-        )
+        source = _source_of(held)
         note = UploadNote(source=source, length=data.nbytes, report=report)
         done = note.model_copy(update={"complete": True})
         blob = upload_blob(self._client, self._keys, self._outbox.site, task, attempt)
@@ -525,3 +523,11 @@ class Uploads:
                     f"{part.size} bytes: all parts but the last have at least {CHUNK}",
                     headers=upload_messages.limits(length),
                 )
+
+
+def _source_of(held: Held) -> Source:
+    """The source of a held task's update. Raises NotHeld for an evaluation."""
+    task = held.task
+    if not isinstance(task, Assignment):
+        raise NotHeld(task.task)
+    return Source(device=task.device, seed=task.seed, stream=held.stream, entry=held.entry.id)

@@ -23,8 +23,6 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
@@ -46,8 +44,10 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
-# Most metrics in a device's answer to an evaluation.
+# Most metrics in a device's answer to an evaluation, and the largest magnitude of a sum or weight,
+# so that sums, squares and ratios over all devices stay finite.
 METRICS = 100
+LARGEST = 1e30
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
@@ -257,6 +257,14 @@ Sum = tuple[float, Annotated[float, Field(gt=0)]]
 """A metric's sum over a device's test data, and the sum of the weights: its mean is the ratio."""
 
 
+def are_usable(sums: Mapping[str, Sum]) -> bool:
+    """Whether there are metrics, all of them finite and of a usable size."""
+    return bool(sums) and all(
+        abs(total) <= LARGEST and 1 / LARGEST <= weight <= LARGEST
+        for total, weight in sums.values()
+    )
+
+
 class Measured(Message):
     """A device's answer to an evaluation: its metrics' sums, or why there are none."""
 
@@ -279,8 +287,7 @@ class Measured(Message):
     def outcome(self) -> str:
         """The outcome under which the device's evaluation counts, by the answer's content."""
         outcome = of_evaluation(self.reason)
-        finite = all(map(isfinite, chain.from_iterable(self.sums.values())))
-        is_of_use = outcome != MEASURED or (self.sums and finite)
+        is_of_use = outcome != MEASURED or are_usable(self.sums)
         return outcome if is_of_use else METRICS_NOT_FINITE
 
 

@@ -69,6 +69,7 @@ DEAD = (
 EVALUATED = (
     MEASURED := "measured",
     NO_TEST_DATA := "no test data",
+    DOES_NOT_EVALUATE := "does not evaluate",  # the device's program, or a supernode
     NO_ANSWER := "no answer in time",  # within `evaluator.on_devices.timeout_s`
     METRICS_NOT_FINITE := "metrics not finite",
     NOT_AS_ASKED := "not as asked",  # of another device, or another version
@@ -153,7 +154,8 @@ def of_evaluation(said: str | None) -> str:
     """
     if said is None:
         return MEASURED
-    return NO_TEST_DATA if said == NO_TEST_DATA else of_giving_up(said)
+    own = (NO_TEST_DATA, DOES_NOT_EVALUATE, METRICS_NOT_FINITE)
+    return said if said in own else of_giving_up(said)
 
 
 def of_death(said: str) -> str:

@@ -156,10 +156,10 @@ class Reply:
     headers: Mapping[str, str]  # names in lower case
     body: bytes
 
-    def read(self, message: type[B], what: str) -> B:
-        """Decode the body as ``message``. Raises FedstreamError."""
+    def read(self, decode: Callable[[bytes], T], what: str) -> T:
+        """Decode the body, as the method ``decode`` of a message does. Raises FedstreamError."""
         try:
-            return message.decode(self.body)
+            return decode(self.body)
         except BadBody as error:
             raise FedstreamError(
                 f"the gateway's answer to {what} can't be read: {error}: is it of another release?"

@@ -24,9 +24,12 @@ from fedstream.protocol.messages import (
     CheckIn,
     Enrolled,
     Enrolment,
+    EvaluationOffer,
+    Measurement,
     Nothing,
     Offer,
     Surrender,
+    offered,
 )
 from fedstream.protocol.signatures import NEW, sign
 
@@ -70,11 +73,11 @@ class OwnGateway:
     async def enrol(self, asks: Enrolment) -> Enrolled:
         """Exchange an invite for a device's number."""
         reply = await self._signed(ENROL_ROUTE, asks.encode(), NEW, "the invite", {200, 201})
-        enrolled = reply.read(Enrolled, "the invite")
+        enrolled = reply.read(Enrolled.decode, "the invite")
         self.device = enrolled.device
         return enrolled
 
-    async def check_in(self, asks: CheckIn) -> Offer | float:
+    async def check_in(self, asks: CheckIn) -> Offer | EvaluationOffer | float:
         """Check in; return a task, or the seconds until the next check-in.
 
         Raises RunOver, and ConfigError if the device's task is not the run's.
@@ -98,7 +101,7 @@ class OwnGateway:
         if reply.status == 410:
             refusal = reply.refusal("the check-in")
             raise RunOver("the run is over") if refusal.reason == RUN_OVER else refusal
-        return reply.read(Offer, "the check-in")
+        return reply.read(offered, "the check-in")
 
     async def beat(self, task: str, attempt: str) -> Advice:
         """Send a heartbeat; return the gateway's advice whether to continue."""
@@ -109,12 +112,19 @@ class OwnGateway:
             what="a heartbeat",
             expected={200},
         )
-        return reply.read(Advice, "a heartbeat")
+        return reply.read(Advice.decode, "a heartbeat")
 
     async def give_up(self, task: str, surrender: Surrender) -> None:
         """Tell the gateway that the device will not finish the task."""
         path = GIVE_UP_ROUTE.format(task=task)
         await self._asked("POST", path, surrender.encode(), what="giving up", expected={200})
+
+    async def measure(self, path: str, measurement: Measurement) -> bool:
+        """Send the answer to an evaluation; False if the evaluation is over."""
+        reply = await self._asked(
+            "POST", path, measurement.encode(), what="the measurement", expected={200, 404}
+        )
+        return reply.status == 200
 
     async def once(
         self,
@@ -150,7 +160,7 @@ class OwnGateway:
             reply = await self._signed_once(TOKEN_ROUTE, Nothing().encode(), str(self.device))
             if reply.status != 200:
                 raise self._refused(reply, "this device's key")
-            access = reply.read(Access, "the request for a token")
+            access = reply.read(Access.decode, "the request for a token")
             self._access = access.token, asked + (1 - _RENEWED) * access.expires_in
         return self._access[0]
 

@@ -1,4 +1,4 @@
-"""Training one task in a thread, with its state saved to disk periodically.
+"""Training and evaluating in a thread, with training's state saved to disk periodically.
 
 Uses the trainers' learner in the same way, so a device and a trainer with the same task, seed and
 model send the same bits. Saving interrupts training between two steps, and a killed process loses
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from fedstream.core.layout import Floats, Layout
+    from fedstream.core.messages import Sum
     from fedstream.device.folder import DeviceFolder
     from fedstream.protocol.messages import Offer
     from fedstream.trainer.learner import Learned, Learner
@@ -60,7 +61,7 @@ class Halt:
 
 
 class LocalTraining:
-    """Trains a device's tasks, one at a time."""
+    """Performs a device's tasks, one at a time."""
 
     def __init__(
         self,
@@ -79,6 +80,17 @@ class LocalTraining:
         self._save_s = save_s
         self._saves = True  # the task's training can be interrupted and resumed
         self._into = Model(learner.layout)
+
+    async def measured(
+        self, model: Model, local: Model | None, device: int
+    ) -> tuple[int, dict[str, Sum]] | None:
+        """A model's metrics on the device's test data, as :meth:`Learner.measure` returns them.
+
+        Measuring can't be interrupted.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._learner.measure, model, local, device
+        )
 
     def interrupted(self, task: str, layout: Layout) -> Start | None:
         """Where training of this task was interrupted in an earlier process; None if it was not.

@@ -101,7 +101,7 @@ class UpdateUpload:
     def _heard(self, reply: Reply) -> Receipt | None:
         """Process an answer: a receipt, or the upload's offset. Raises TurnedAway."""
         if reply.status in (200, 202) or (reply.status == 422 and _is_receipt(reply)):
-            receipt = reply.read(Receipt, _WHAT)
+            receipt = reply.read(Receipt.decode, _WHAT)
             if receipt.state == "received":
                 self._offset = len(self._data)
             return receipt
@@ -110,7 +110,7 @@ class UpdateUpload:
         elif reply.status == 409:
             if not reply.headers.get("content-type", "").startswith(names.PROBLEM):
                 raise NotNow(str(reply.refusal(_WHAT)))  # an earlier request is still being read
-            self._offset = self._within(reply.read(WrongOffset, _WHAT).expected)
+            self._offset = self._within(reply.read(WrongOffset.decode, _WHAT).expected)
         elif reply.status in (404, 410):
             self._offset = None  # the upload has expired: begin anew
         else:

@@ -1,4 +1,4 @@
-"""A device's work: check in, train the offered task, upload the update.
+"""A device's work: check in, train the offered task or evaluate a model, and answer.
 
 One task at a time. During a task, heartbeats ask the gateway whether to continue. A cancelled
 device gives its task up.
@@ -19,24 +19,34 @@ from typing import TYPE_CHECKING
 from fedstream.core import reasons
 from fedstream.core.errors import BlobDamaged, FedstreamError, LayoutMismatch
 from fedstream.core.formats import ENCODINGS, format_of
+from fedstream.core.messages import are_usable
 from fedstream.device.connection import TurnedAway
 from fedstream.device.folder import DeviceFolder, FinishedUpdate
 from fedstream.device.models import ModelStore, Superseded
 from fedstream.device.training import Halt, LocalTraining
 from fedstream.device.uploads import UpdateUpload
-from fedstream.protocol.messages import CheckIn, Surrender, UpdateReport
+from fedstream.protocol.messages import (
+    CheckIn,
+    EvaluationOffer,
+    Measurement,
+    Offer,
+    Surrender,
+    UpdateReport,
+)
 from fedstream.protocol.signatures import new_nonce
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.plugins import place_of, users_traceback
 from fedstream.trainer import local_values
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.solvers import Cancelled
+from fedstream.trainer.task import NoLabels
 from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Layout
+    from fedstream.core.messages import Sum
     from fedstream.device.gateway import OwnGateway
-    from fedstream.protocol.messages import Offer, Receipt
+    from fedstream.protocol.messages import Receipt
     from fedstream.trainer.learner import Learned
 
 FORMATS = tuple(name + ending for ending in ("", "+zstd") for name in ENCODINGS)
@@ -121,7 +131,7 @@ class DeviceWorker:
             self._say(f"task {left.task}: its update is kept, and sent at the next start")
             raise
 
-    async def _offered(self) -> Offer:
+    async def _offered(self) -> Offer | EvaluationOffer:
         """Check in until there is a task; log a long wait once."""
         began, has_said = time.monotonic(), False
         while True:
@@ -133,6 +143,7 @@ class DeviceWorker:
                 has=self._models.has,
                 layout=self._layout.signature,
                 devices=self._run_devices,
+                evaluates=True,
             )
             found = await self._gateway.check_in(asks)
             if isinstance(found, float):
@@ -152,11 +163,14 @@ class DeviceWorker:
                     f"{self._gateway.device}: it must not learn from another device's data"
                 )
 
-    async def _perform(self, offer: Offer) -> bool:
+    async def _perform(self, offer: Offer | EvaluationOffer) -> bool:
         """Perform one task; return whether it was answered by an update."""
         halt = Halt(offer.task.left_s)
         try:
             async with self._beating(offer, halt):
+                if isinstance(offer, EvaluationOffer):
+                    await self._evaluate(offer, halt)
+                    return False
                 update = await self._trained(offer, halt)
                 if update is None:
                     return False
@@ -170,7 +184,7 @@ class DeviceWorker:
             raise
 
     @asynccontextmanager
-    async def _beating(self, offer: Offer, halt: Halt) -> AsyncIterator[None]:
+    async def _beating(self, offer: Offer | EvaluationOffer, halt: Halt) -> AsyncIterator[None]:
         """Send heartbeats inside the block; call ``halt`` if the gateway advises to stop."""
         beats = asyncio.create_task(self._beat(offer, halt), name="heartbeats")
         try:
@@ -181,7 +195,7 @@ class DeviceWorker:
             if not beats.cancelled():
                 beats.result()  # re-raises an error
 
-    async def _beat(self, offer: Offer, halt: Halt) -> None:
+    async def _beat(self, offer: Offer | EvaluationOffer, halt: Halt) -> None:
         while True:
             await asyncio.sleep(offer.heartbeat_s)
             try:
@@ -192,6 +206,47 @@ class DeviceWorker:
             if not advice.go_on:
                 halt.call(advice.why or "given up")
                 return
+
+    # evaluation
+
+    async def _evaluate(self, offer: EvaluationOffer, halt: Halt) -> None:
+        """Measure a version on the device's test data, and send the metrics."""
+        version, began = offer.model.version, time.monotonic()
+        await self._check_layout(offer, offer.measurement.layout)
+        try:
+            found = await self._metrics(offer)
+        except TurnedAway:
+            raise
+        except Exception as error:
+            await self._raised(offer, error)
+            return
+        if isinstance(found, str):
+            await self._give_up(offer, found)
+            return
+        samples, sums = found
+        seconds = time.monotonic() - began
+        said = Measurement(samples=samples, sums=sums, seconds=seconds)
+        if halt or not await self._gateway.measure(offer.measurement.url, said):
+            self._say(f"version {version}: measured too late, as the evaluation is over")
+            return
+        means = (f"{name} {total / weight:.4g}" for name, (total, weight) in sums.items())
+        self._say(f"version {version}: {', '.join(means)} on {samples} samples, {seconds:.1f} s")
+
+    async def _metrics(self, offer: EvaluationOffer) -> tuple[int, dict[str, Sum]] | str:
+        """Samples, and each metric's sum and weight; or the reason why there are none."""
+        try:
+            layout = await self._whole(offer)
+            model = await self._models.model(offer.model, layout)
+            local = local_values.of_bytes(self._folder.local(), layout)
+            self._show(f"evaluating version {offer.model.version}")
+            found = await self._training.measured(model, local, offer.task.device)
+        except Superseded:  # the version is kept until the evaluation ends
+            return reasons.DEADLINE_PASSED
+        except NoLabels:
+            return reasons.NO_TEST_DATA
+        if found is None:
+            return reasons.NO_TEST_DATA
+        return found if are_usable(found[1]) else reasons.METRICS_NOT_FINITE
 
     # training
 
@@ -212,7 +267,7 @@ class DeviceWorker:
 
     async def _update(self, offer: Offer, halt: Halt) -> FinishedUpdate | None:
         task, began = offer.task, time.monotonic()
-        await self._check_layout(offer)
+        await self._check_layout(offer, offer.update.layout)
         simulated = behaviour(self._devices, task.device, task.seed)
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, halt)
@@ -271,7 +326,7 @@ class DeviceWorker:
         model = await self._models.model(offer.model, layout)
         return Start(offer.model.version, offer.model.digest, model)
 
-    async def _whole(self, offer: Offer) -> Layout:
+    async def _whole(self, offer: Offer | EvaluationOffer) -> Layout:
         """The layout with the run's unshared values, downloaded for the first task."""
         unshared, offered = self._layout.unshared, offer.unshared
         if unshared is not None and offered is not None and unshared.digest != offered.digest:
@@ -280,9 +335,9 @@ class DeviceWorker:
             self._layout = replace(self._layout, unshared=unshared)
         return self._layout
 
-    async def _check_layout(self, offer: Offer) -> None:
-        """Raise LayoutMismatch, with the task given up, if the run has another model."""
-        if offer.update.layout == self._layout.signature:
+    async def _check_layout(self, offer: Offer | EvaluationOffer, layout: str) -> None:
+        """Raise LayoutMismatch, with the task given up, if the run's ``layout`` is another."""
+        if layout == self._layout.signature:
             return
         await self._give_up(offer, "raised LayoutMismatch")
         raise LayoutMismatch(
@@ -298,18 +353,23 @@ class DeviceWorker:
             if halt:
                 raise Cancelled
 
-    async def _raised(self, offer: Offer, error: Exception) -> None:
-        """Give up a task that raised, with the user's traceback the first time."""
+    async def _raised(self, offer: Offer | EvaluationOffer, error: Exception) -> None:
+        """Give up a task that raised, with the user's traceback the first time.
+
+        Raises the error again if all tasks will raise it. Errors of an evaluation never end the
+        device, as it can still train.
+        """
+        trains = isinstance(offer, Offer)
         said = reasons.raised(error)
         await self._give_up(offer, said if _RAISED.fullmatch(said) else "raised Exception")
-        if isinstance(error, FedstreamError) and not isinstance(error, BlobDamaged):
+        if trains and isinstance(error, FedstreamError) and not isinstance(error, BlobDamaged):
             raise error  # it would recur
         where = place_of(error)
         if where not in self._seen and (trace := users_traceback(error)):
             self._say(trace)
         self._seen.add(where)
-        self._raised_in_a_row += 1
-        if self._raised_in_a_row >= (1 if self._once else _MOST_RAISED):
+        self._raised_in_a_row += trains
+        if trains and self._raised_in_a_row >= (1 if self._once else _MOST_RAISED):
             times = "" if self._once else f" {_MOST_RAISED} times in a row, the last time"
             raise FedstreamError(f"the task raised{times} {where}: {error}") from error
         self._say(f"task {offer.task.id}: raised {where}: {error}")
@@ -357,7 +417,7 @@ class DeviceWorker:
         self._say(f"task {update.task}: {refusal}; checking in again")
         await asyncio.sleep(self._rests.next())
 
-    async def _give_up(self, offer: Offer, reason: str) -> None:
+    async def _give_up(self, offer: Offer | EvaluationOffer, reason: str) -> None:
         try:
             await self._gateway.give_up(
                 offer.task.id, Surrender(attempt=offer.attempt, reason=reason)
@@ -367,11 +427,12 @@ class DeviceWorker:
                 raise
         self._say(f"task {offer.task.id}: given up: {reason}")
 
-    async def _leave(self, offer: Offer) -> None:
+    async def _leave(self, offer: Offer | EvaluationOffer) -> None:
         """Give up a task because the device is told to stop."""
-        self._training.again()
-        if (left := self._folder.update()) is not None:
-            self._forget(left)  # perhaps already admitted
+        if isinstance(offer, Offer):
+            self._training.again()
+            if (left := self._folder.update()) is not None:
+                self._forget(left)  # perhaps already admitted
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._give_up(offer, reasons.DROPPED_OUT)

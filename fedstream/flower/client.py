@@ -21,7 +21,7 @@ from fedstream.protocol.flower import RATES, loss_of, samples_of
 from fedstream.runtime.plugins import import_attribute
 from fedstream.trainer.data import seeded
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
-from fedstream.trainer.task import Task
+from fedstream.trainer.task import Mean, Task
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Context, RecordDict
@@ -193,9 +193,13 @@ class FlowerTask(Task):
         on = min(self._evaluate_on, self.devices or 0)
         return Partitions(range(on)) if on and _answers(self._app, "evaluate") else None
 
+    def device_test_data(self, device: int) -> Partitions | None:
+        """The number of the device's partition, for the app's evaluation; None: it has none."""
+        return self.device_data(device) if _answers(self._app, "evaluate") else None
+
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
         """The clients' metrics averaged over examples; on given test data, the task's default."""
-        if self._test_data is not None:
+        if not isinstance(data, Partitions):
             return super().metrics(model, data)
         arrays = records.arrays_of(model)
         sums: dict[str, float] = {}
@@ -208,7 +212,7 @@ class FlowerTask(Task):
             for name, value in records.metrics_of(numbers).items():
                 sums[name] = sums.get(name, 0.0) + samples * value
                 weights[name] = weights.get(name, 0) + samples
-        return {name: total / weights[name] for name, total in sums.items()}
+        return {name: Mean(total, weights[name]) for name, total in sums.items()}
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
         """Let the client train; H and the learning rate are hints.

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedstream.core.digest import DIGEST_PATTERN
 from fedstream.core.errors import FedstreamError
-from fedstream.core.messages import Sends, first_wrong
+from fedstream.core.messages import LARGEST, METRICS, Name, Sends, first_wrong
 
 BODY: Final = 1 << 16  # most bytes of a JSON body
 ATTESTATION: Final = 32 << 10  # most bytes of an attestation
@@ -36,6 +36,7 @@ CHANGES_ROUTE: Final = "/v1/models/{digest}/changes/{has}"
 HEARTBEAT_ROUTE: Final = "/v1/tasks/{task}/heartbeat"
 GIVE_UP_ROUTE: Final = "/v1/tasks/{task}/give-up"
 UPDATE_ROUTE: Final = "/v1/tasks/{task}/updates/{attempt}"
+MEASUREMENT_ROUTE: Final = "/v1/tasks/{task}/measurements/{attempt}"
 OPENAPI_ROUTE: Final = "/v1/openapi.json"
 
 UrlHost = Annotated[str, Field(pattern=rf"^{AUTHORITY}$")]
@@ -146,6 +147,7 @@ class CheckIn(Body):
     # Properties of the device's task, which must equal the run's; None: unstated, or any.
     layout: Sha256 | None = None  # signature of its model's layout
     devices: AtLeastOne | None = None  # number of devices that its data is split over
+    evaluates: bool = False  # whether it can also measure models on its test data
 
 
 class OfferedTask(Body):
@@ -197,6 +199,42 @@ class Offer(Body):
     heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
 
 
+class OfferedEvaluation(Body):
+    """A task to measure a model on the device's test data."""
+
+    id: TaskId
+    device: Whole
+    left_s: NotNegative  # seconds from the offer to the deadline
+
+
+class ExpectedMeasurement(Body):
+    """The requirements for the measurement."""
+
+    url: UrlPath
+    layout: Sha256  # signature of the run's layout
+
+
+class EvaluationOffer(Body):
+    """An evaluation for a device that ``evaluates``, and the id of the device's attempt."""
+
+    task: OfferedEvaluation
+    attempt: AttemptId
+    model: OfferedModel
+    unshared: OfferedModel | None = None  # as in an Offer
+    measurement: ExpectedMeasurement
+    heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+
+
+class _AnyOffer(Body):
+    measurement: Any = None  # only in an EvaluationOffer
+
+
+def offered(data: bytes) -> Offer | EvaluationOffer:
+    """Parse the offer of a task of either kind. Raises BadBody."""
+    is_evaluation = _AnyOffer.decode(data).measurement is not None
+    return EvaluationOffer.decode(data) if is_evaluation else Offer.decode(data)
+
+
 class Beat(Body):
     """``POST /v1/tasks/{task}/heartbeat``: the device is still working."""
 
@@ -221,7 +259,11 @@ class Surrender(Body):
 
     attempt: AttemptId
     reason: Annotated[
-        str, Field(pattern=r"^(dropped out|deadline passed|round over|raised [A-Za-z0-9_.]{1,80})$")
+        str,
+        Field(
+            pattern=r"^(dropped out|deadline passed|round over|no test data|metrics not finite|"
+            r"raised [A-Za-z0-9_.]{1,80})$"
+        ),
     ]
 
 
@@ -250,6 +292,26 @@ class Receipt(Body):
     reason: Annotated[str, Field(max_length=200)] | None = None
 
 
+class Measurement(Body):
+    """``POST /v1/tasks/{task}/measurements/{attempt}``: a model's metrics on a device's test data.
+
+    Each metric is its sum over the test data and the sum of the weights: its mean is their ratio.
+    """
+
+    samples: Whole  # in the test data
+    sums: Annotated[
+        dict[
+            Name,
+            tuple[
+                Annotated[float, Field(ge=-LARGEST, le=LARGEST)],
+                Annotated[float, Field(ge=1 / LARGEST, le=LARGEST)],
+            ],
+        ],
+        Field(min_length=1, max_length=METRICS),
+    ]
+    seconds: NotNegative = 0.0  # the device's time
+
+
 class WrongOffset(Body):
     """A part that does not begin at the upload's offset, as a problem of RFC 9457."""
 
@@ -272,11 +334,13 @@ BODIES: Final[tuple[type[Body], ...]] = (
     Access,
     CheckIn,
     Offer,
+    EvaluationOffer,
     Beat,
     Advice,
     Surrender,
     UpdateReport,
     Receipt,
+    Measurement,
     WrongOffset,
 )
 

@@ -184,7 +184,9 @@ def try_measuring(
                     if (rows := task.device_test_data(device)) is not None:
                         own = _measured(task, rows, place)
                         if on_devices and not any(map(isfinite, own.values())):
-                            raise DataError(f"no metric is a finite number: {own}")
+                            raise DataError(
+                                f"test data of device {device}: no metric is a finite number: {own}"
+                            )
                         _warn_unless_finite(f"test data of device {device}", own)
         if on_devices:
             found |= {f"{ON_DEVICES}{name}": value for name, value in own.items()}

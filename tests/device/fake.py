@@ -32,9 +32,13 @@ from fedstream.protocol.messages import (
     CheckIn,
     Enrolled,
     Enrolment,
+    EvaluationOffer,
+    ExpectedMeasurement,
     ExpectedUpdate,
+    Measurement,
     Nothing,
     Offer,
+    OfferedEvaluation,
     OfferedModel,
     OfferedTask,
     Problem,
@@ -98,7 +102,9 @@ class FakeGateway:
         self.tokens: dict[str, int] = {}
         self.expires_in = 600
         self.clock_s = 0.0  # ahead of ours
-        self.offers: list[Offer] = []  # the first is offered until it is answered
+        # The first is offered until it is answered.
+        self.offers: list[Offer | EvaluationOffer] = []
+        self.measured: dict[str, Measurement] = {}  # by task
         self.models: dict[str, bytes] = {}
         self.changes: dict[str, bytes] = {}  # by path
         self.ranges: list[str | None] = []  # of each download
@@ -149,28 +155,12 @@ class FakeGateway:
         if since is not None:
             changed = f"{url}/changes/{since.model.digest}"
             self.changes[changed] = self._change(since.model, found.digest)
-        attempt, unshared = secrets.token_hex(6), None
-        if model.layout.unshared is not None:
-            values = self.publish(model.layout.unshared.model(), 0, F32, "model")
-            unshared = OfferedModel(
-                version=0,
-                digest=values.digest,
-                size=values.payload.buffer.nbytes,
-                format="f32",
-                url=f"/v1/models/{values.digest}",
-            )
+        attempt = secrets.token_hex(6)
         made = Offer(
             task=OfferedTask(id=task, device=device, seed=5, **(length or {"steps": 3})),  # type: ignore[arg-type]
             attempt=attempt,
-            model=OfferedModel(
-                version=version,
-                digest=found.digest,
-                size=found.payload.buffer.nbytes,
-                format=published,
-                url=url,
-                changes=changed,
-            ),
-            unshared=unshared,
+            model=self._model_of(found, version, published, changed),
+            unshared=self._unshared_of(model),
             update=ExpectedUpdate(
                 url=f"/v1/tasks/{task}/updates/{attempt}",
                 sends=sends,
@@ -182,6 +172,44 @@ class FakeGateway:
         )
         self.offers.append(made)
         return made
+
+    def evaluates(
+        self, model: Model, *, task: str = "eval-1", version: int = 0, heartbeat_s: float = 5.0
+    ) -> EvaluationOffer:
+        """Offers an evaluation of this model."""
+        found = self.publish(model, version, format_of("f32"), "model")
+        attempt = secrets.token_hex(6)
+        made = EvaluationOffer(
+            task=OfferedEvaluation(id=task, device=7, left_s=60.0),
+            attempt=attempt,
+            model=self._model_of(found, version, "f32", None),
+            unshared=self._unshared_of(model),
+            measurement=ExpectedMeasurement(
+                url=f"/v1/tasks/{task}/measurements/{attempt}", layout=self.layout.signature
+            ),
+            heartbeat_s=heartbeat_s,
+        )
+        self.offers.append(made)
+        return made
+
+    def _unshared_of(self, model: Model) -> OfferedModel | None:
+        if model.layout.unshared is None:
+            return None
+        values = self.publish(model.layout.unshared.model(), 0, F32, "model")
+        return self._model_of(values, 0, "f32", None)
+
+    @staticmethod
+    def _model_of(
+        found: GivenModel, version: int, published: str, changes_url: str | None
+    ) -> OfferedModel:
+        return OfferedModel(
+            version=version,
+            digest=found.digest,
+            size=found.payload.buffer.nbytes,
+            format=published,
+            url=f"/v1/models/{found.digest}",
+            changes=changes_url,
+        )
 
     def _change(self, old: OfferedModel, new: str) -> bytes:
         how = format_of(old.format)
@@ -201,6 +229,7 @@ class FakeGateway:
                 web.get("/v1/models/{digest}/changes/{has}", self._changes),
                 web.post("/v1/tasks/{task}/heartbeat", self._beat),
                 web.post("/v1/tasks/{task}/give-up", self._give_up),
+                web.post("/v1/tasks/{task}/measurements/{attempt}", self._measurement),
                 web.post("/v1/tasks/{task}/updates/{attempt}", self._create),
                 web.head("/v1/tasks/{task}/updates/{attempt}", self._how_far),
                 web.patch("/v1/tasks/{task}/updates/{attempt}", self._append),
@@ -335,6 +364,16 @@ class FakeGateway:
         said = Surrender.decode(await request.read())
         self.given_up.append((request.match_info["task"], said.reason))
         self._over(request.match_info["task"])
+        return answer(Nothing())
+
+    async def _measurement(self, request: web.Request) -> web.Response:
+        said, task = Measurement.decode(await request.read()), request.match_info["task"]
+        if self._device(request) is None:
+            return refused(401, "token")
+        if task not in self.measured and all(one.task.id != task for one in self.offers):
+            return refused(404, "unknown task")
+        self.measured[task] = said
+        self._over(task)
         return answer(Nothing())
 
     def _over(self, task: str) -> None:

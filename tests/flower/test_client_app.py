@@ -20,6 +20,7 @@ from fedstream.flower import client as client_module
 from fedstream.flower.apps import find, is_client_app
 from fedstream.settings.config import Settings, read
 from fedstream.settings.services import loaded, task_of
+from fedstream.trainer.on_devices import sums_of
 from fedstream.trainer.solvers import Cancelled, Sgd, Work
 from fedstream.trainer.task import initial
 from fedstream.trainer.vector import layout_of
@@ -288,8 +289,25 @@ def test_metrics_are_means_weighted_by_examples() -> None:
     assert subject.metrics(subject.model(), data) == {"accuracy": 0.375, "loss": 1.5}
 
 
+def test_device_is_measured_by_its_client_weighted_by_its_examples() -> None:
+    """Also if the evaluator has test data of its own."""
+
+    def evaluate(message: Message, context: Any) -> Message:
+        numbers = MetricRecord(
+            {"eval_acc": 0.25, "num-examples": context.node_config["partition-id"]}
+        )
+        return Message(RecordDict({"metrics": numbers}), reply_to=message)
+
+    subject = task(app_of(lambda *_: None, evaluate), model=Small, devices=5, test_data=[])
+    data = subject.device_test_data(4)
+    assert data is not None
+    assert sums_of(subject, subject.model(), data)[1] == {"accuracy": (1.0, 4.0)}
+
+
 def test_app_that_does_not_evaluate_is_not_evaluated() -> None:
-    assert task(replying(len), model=Small).test_data() is None
+    subject = task(replying(len), model=Small)
+    assert subject.test_data() is None
+    assert subject.device_test_data(0) is None
 
 
 def test_app_that_does_not_train_is_refused() -> None:

@@ -38,9 +38,9 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.gateway import openapi
 from fedstream.protocol import headers
-from fedstream.protocol.messages import Offer, UpdateReport
+from fedstream.protocol.messages import EvaluationOffer, Offer, UpdateReport, offered
 from tests.broker.servers import redis
-from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
+from tests.coordinator.gateway.places import Place, coordinating, evaluates, owned_by, serving
 from tests.fuzz.raw_requests import NAME, Devices
 from tests.support import EveryRole, Hand, wait_until
 
@@ -157,7 +157,9 @@ async def attack(
         for operation in operations:
             keyid = {"/v1/devices": "new", "/v1/token": str(DEVICE)}.get(operation.path)
             known = {"digest": version.digest}
-            if "{task}" in operation.path:
+            if "measurements" in operation.path:
+                known = await _evaluation(hand, place, token)
+            elif "{task}" in operation.path:
                 known = await _task(hand, place, token)
             if operation.label.startswith(("HEAD /v1/tasks", "PATCH", "DELETE")):
                 await _begin(hand, place, operation.path.format(**known), token, version.digest)
@@ -178,16 +180,31 @@ async def attack(
 async def _task(hand: Hand, place: Place, token: Mapping[str, str]) -> dict[str, str]:
     """What the path of a task in hand has; a new one if there is none."""
 
-    async def offered() -> Offer | None:
+    async def training() -> Offer | None:
         said = {"nonce": secrets.token_urlsafe(16), "wait_s": 0}
         answer = await place.ask("POST", "/v1/check-in", json=said, headers=token)
         return answer.offer if answer.status == 200 else None
 
-    if (offer := await offered()) is None:
+    if (offer := await training()) is None:
         await owned_by(hand, DEVICE, "gw-0")
         await hand.open(device=DEVICE)
-        offer = await wait_until(offered)
+        offer = await wait_until(training)
     return {"task": offer.task.id, "attempt": offer.attempt}
+
+
+async def _evaluation(hand: Hand, place: Place, token: Mapping[str, str]) -> dict[str, str]:
+    """What the path of an evaluation in hand has."""
+    await owned_by(hand, DEVICE, "gw-0")
+    await evaluates(hand, DEVICE)
+    while True:
+        said = {"nonce": secrets.token_urlsafe(16), "wait_s": 50, "evaluates": True}
+        answer = await place.ask("POST", "/v1/check-in", json=said, headers=token)
+        offer = offered(answer.body)
+        if isinstance(offer, EvaluationOffer):
+            return {"task": offer.task.id, "attempt": offer.attempt}
+        leaves = {"attempt": offer.attempt, "reason": "dropped out"}
+        path = f"/v1/tasks/{offer.task.id}/give-up"
+        await place.ask("POST", path, json=leaves, headers=token)
 
 
 async def _begin(hand: Hand, place: Place, path: str, token: Mapping[str, str], base: str) -> None:

@@ -19,6 +19,8 @@ from fedstream.protocol.messages import (
     BadBody,
     Body,
     CheckIn,
+    EvaluationOffer,
+    Measurement,
     Offer,
     Surrender,
     UpdateReport,
@@ -70,6 +72,19 @@ CHECK_IN: dict[str, Any] = {
     "has": None,
     "layout": DIGEST,
     "devices": 10,
+    "evaluates": True,
+}
+EVALUATION: dict[str, Any] = {
+    "task": {"id": OFFER["task"]["id"], "device": 17, "left_s": 30.5},
+    "attempt": "0123456789ab",
+    "model": OFFER["model"],
+    "measurement": {"url": "/v1/tasks/t/measurements/0123456789ab", "layout": DIGEST},
+    "heartbeat_s": 5.0,
+}
+MEASUREMENT: dict[str, Any] = {
+    "samples": 10,
+    "sums": {"accuracy": [7.0, 10.0], "loss": [-3.5, 0.5]},
+    "seconds": 1.5,
 }
 REPORT: dict[str, Any] = {
     "digest": DIGEST,
@@ -96,11 +111,13 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "Access": {"token": "a.b.c", "expires_in": 600},
     "CheckIn": CHECK_IN,
     "Offer": OFFER,
+    "EvaluationOffer": EVALUATION,
     "Beat": {"attempt": "0123456789ab"},
     "Advice": {"go_on": False, "why": "too stale"},
     "Surrender": {"attempt": "0123456789ab", "reason": "raised ValueError"},
     "UpdateReport": REPORT,
     "Receipt": {"state": "refused", "reason": "too stale"},
+    "Measurement": MEASUREMENT,
     "WrongOffset": {
         "type": "https://iana.org/assignments/http-problem-types#mismatching-upload-offset",
         "title": "offset from request does not match offset of resource",
@@ -151,6 +168,15 @@ def test_schemas_describe_the_messages(body: type[Body]) -> None:
         (UpdateReport, {"digest": DIGEST + "0"}, "digest"),
         (UpdateReport, {"base": ""}, "base"),
         (Surrender, {"reason": "raised my hand"}, "reason"),
+        (EvaluationOffer, {"measurement": {"url": "/x"}}, "measurement.layout"),
+        (Measurement, {"sums": {}}, "sums"),
+        (Measurement, {"sums": {"": [1.0, 1.0]}}, "sums"),
+        (Measurement, {"sums": {"loss": [1.0, 0.0]}}, "sums.loss"),
+        (Measurement, {"sums": {"loss": [1.0, 1e-31]}}, "sums.loss"),
+        (Measurement, {"sums": {"loss": [-1.1e30, 1.0]}}, "sums.loss"),
+        (Measurement, {"sums": {"loss": [float("nan"), 1.0]}}, "sums.loss"),
+        (Measurement, {"sums": {"loss": [1.0, 1.0, 1.0]}}, "sums.loss"),
+        (Measurement, {"sums": {f"m{n}": [1.0, 1.0] for n in range(101)}}, "sums"),
         (Surrender, {"attempt": "../../../x"}, "attempt"),
         (Offer, {"attempt": 123456789012}, "attempt"),
         (Offer, {"task": {**OFFER["task"], "id": "a/b"}}, "task.id"),
@@ -165,6 +191,14 @@ def test_what_is_out_of_bounds_is_refused(
     """The error names the field, and does not repeat what was sent."""
     with pytest.raises(BadBody, match=where):
         body.decode(json.dumps({**SAMPLES[body.__name__], **wrong}))
+
+
+def test_offer_is_read_as_what_it_is() -> None:
+    assert messages.offered(json.dumps(OFFER).encode()) == Offer.decode(json.dumps(OFFER))
+    found = messages.offered(json.dumps(EVALUATION).encode())
+    assert found == EvaluationOffer.decode(json.dumps(EVALUATION))
+    with pytest.raises(BadBody, match=r"measurement\.layout"):
+        messages.offered(json.dumps({**EVALUATION, "measurement": {"url": "/x"}}).encode())
 
 
 def test_long_and_deep_bodies_are_refused() -> None:

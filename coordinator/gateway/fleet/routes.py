@@ -30,6 +30,7 @@ from fedstream.core import reasons
 from fedstream.core.digest import algorithm_of, digest_of
 from fedstream.core.errors import BlobDamaged, BlobMissing, DataError
 from fedstream.core.layout import Model
+from fedstream.core.messages import Evaluation
 from fedstream.protocol.flower import RATES
 from fedstream.protocol.messages import UpdateReport
 from fedstream.runtime.limits import LogLimiter
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.app import GatewayApp, Opened
     from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.coordinator.gateway.replica import Replica
+    from fedstream.core.messages import Assignment
 
 _PATH = "/v1/fleet/"
 _SERVER = 1  # the SuperLink's node
@@ -242,15 +244,15 @@ class FleetRoutes:
             self._sessions.leave(device)
             return protobuf.message("PullMessagesResponse")
         held = await self._running.check_ins.task_for(device, _WAIT_S)
-        if isinstance(held, str):
+        if isinstance(held, str) or isinstance(held.task, Evaluation):
             return protobuf.message("PullMessagesResponse")
-        return await self._task(device, held)
+        return await self._task(device, held, held.task)
 
-    async def _task(self, device: int, held: Held) -> Any:
+    async def _task(self, device: int, held: Held, task: Assignment) -> Any:
         """A task as a train message."""
         given = await self._given()
-        head, task = given.head, held.task
-        config = self._config(held, head.version)
+        head = given.head
+        config = self._config(task, head.version)
         rate = next((config[key] for key in RATES if key in config), 0.0)
         content = models.content_of(
             given.arrays, config, unnamed=models.is_in_order(given.model.layout)
@@ -309,9 +311,8 @@ class FleetRoutes:
             self._node_tasks.give(given)
             return given
 
-    def _config(self, held: Held, version: int) -> dict[str, Any]:
+    def _config(self, task: Assignment, version: int) -> dict[str, Any]:
         """The configuration for a client; the app's own values take precedence."""
-        task = held.task
         hints: dict[str, Any] = {"server-round": version + 1}
         lengths = {"epochs": task.epochs, "steps": task.steps, "seconds": task.seconds}
         hints |= {f"local-{unit}": n for unit, n in lengths.items() if n is not None}

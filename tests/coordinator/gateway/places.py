@@ -22,6 +22,7 @@ from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.core.formats import F32, Format
+from fedstream.core.messages import task_id
 from fedstream.protocol.messages import Offer
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.limits import ConnectionLimit
@@ -184,6 +185,20 @@ async def given_task(hand: Hand, at: Place, device: int = 3, **task: Any) -> Off
     await joined(hand, at, device)
     await hand.open(device=device, **task)
     return (await at.check_in(device, wait_s=50)).offer
+
+
+async def evaluates(hand: Hand, *devices: int, within_s: float = 60.0) -> None:
+    """The evaluator asks these devices to measure the newest version."""
+    head = await hand.ledger.head()
+    assert head is not None
+    hand.devices += 1
+    id_, deadline = task_id(hand.devices, bytes(10)), hand.ledger.now() + within_s
+    how = await hand.ledger.open_evaluation(id_, head, devices, deadline, nbytes=hand.layout.nbytes)
+    assert how == "begun"
+    evaluation = await hand.ledger.evaluation()
+    assert evaluation is not None
+    tasks = [evaluation.task(task_id(1000 + n, bytes(10)), n) for n in devices]
+    assert await hand.ledger.ask_devices(evaluation, 1.0, tasks) == len(devices)
 
 
 async def ends(hand: Hand, what: str, reason: str, count: int = 1) -> None:

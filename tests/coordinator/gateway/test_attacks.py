@@ -88,6 +88,7 @@ ASKED = (
     ("POST", "/v1/devices"),
     ("GET", "/v1/models/" + ZEROS),
     ("POST", "/v1/tasks/t/heartbeat"),
+    ("POST", "/v1/tasks/t/measurements/0123456789ab"),
     ("POST", "/v1/tasks/t/updates/a"),
     ("PATCH", "/v1/tasks/t/updates/a"),
     ("GET", "/v1/openapi.json"),

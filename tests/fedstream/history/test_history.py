@@ -12,7 +12,7 @@ from fedstream.broker.keys import Keys
 from fedstream.core.errors import NoRun
 from fedstream.core.records import Best
 from fedstream.history import report
-from fedstream.history.measurements import recall
+from fedstream.history.measurements import measurements, recall
 from fedstream.history.observer import Observer
 from fedstream.history.timeline import History
 from fedstream.strategies import FedAvgSettings
@@ -37,6 +37,29 @@ def test_metrics_and_best_values() -> None:
         history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
     assert history.measured == (15, {"accuracy": 0.8})
     assert history.best["accuracy"] == (5, 0.9)
+
+
+def test_devices_measure_a_version_beside_the_evaluator(tmp_path: Path) -> None:
+    """Before it, after it, or when it has gone on: the table gets every number."""
+    history, table = History(), report.Table(tmp_path, 0.0)
+    for number in range(21):
+        history.publish(version(number))
+    steps = [
+        ("devices_evaluated", 0, {"devices_loss": 1.0}),
+        ("evaluation", 0, {"accuracy": 0.1}),
+        ("evaluation", 10, {"accuracy": 0.2}),
+        ("devices_evaluated", 10, {"devices_loss": 0.5}),
+        ("evaluation", 20, {"accuracy": 0.3}),
+        ("devices_evaluated", 15, {"devices_loss": 0.7}),
+    ]
+    for what, number, metrics in steps:
+        history.tell(event(what, version=number, metrics=metrics))
+        table.follow(history)
+    assert history.measured == (20, {"accuracy": 0.3})
+    assert history.evaluations[10] == {"accuracy": 0.2, "devices_loss": 0.5}
+    assert history.best == {"devices_loss": (10, 0.5), "accuracy": (20, 0.3)}
+    found = {one.version: one.metrics for one in measurements(tmp_path / report.METRICS)}
+    assert found == history.evaluations
 
 
 def test_the_best_value_is_on_the_side_that_the_goal_says() -> None:

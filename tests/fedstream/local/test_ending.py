@@ -171,3 +171,19 @@ def test_problems_are_reported_by_kind() -> None:
         "a task is dead: it crashed its trainers (for counts, see fedstream status)",
     ]
     assert list(dict(notices(history, None, Path("out")))) == list(told)[:2]
+
+
+def test_a_run_waits_for_its_devices() -> None:
+    """Both measurements of the last version, or the time in which two evaluations end."""
+    history = of(event("evaluation", version=3, metrics={"accuracy": 0.5}))
+    over = Ending("finished", "version 3 reached")
+    awaits = {"tested": True, "on_devices_s": 30.0}
+    assert ending(history, FINISHED, finished_s=180.0, **awaits) is None  # type: ignore[arg-type]
+    late = ending(history, FINISHED, finished_s=180.1, **awaits)  # type: ignore[arg-type]
+    note = "the last version was not measured on the devices within 180 s"
+    assert late == replace(over, note=note)
+    history.tell(event("devices_evaluated", version=3, metrics={}, text="too few"))
+    assert ending(history, FINISHED, finished_s=0.0, **awaits) == over  # type: ignore[arg-type]
+    assert ("on devices", "no metrics of version 3 on the devices: too few") in notices(
+        history, None, Path("out")
+    )
