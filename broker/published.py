@@ -42,7 +42,9 @@ async def with_unshared(client: Client, keys: Keys, layout: Layout) -> Layout:
     try:
         await read_newest(client, keys, head_of(unshared), values)
     except (BlobMissing, BlobDamaged) as error:
-        raise Unavailable(f"the run's frozen parameters are gone from Redis: {error}") from error
+        raise Unavailable(
+            f"the run's frozen or local parameters are gone from Redis: {error}"
+        ) from error
     return layout.with_values(values.itself)
 
 

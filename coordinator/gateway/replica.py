@@ -161,8 +161,9 @@ class RunCache:
             )
         if run.layout.unshared is not None and self._supernodes:
             raise ConfigError(
-                f"gateway.flower_app: run {name!r} has frozen parameters, which supernodes cannot "
-                "fetch once: train all of the model, or use a gateway without gateway.flower_app"
+                f"gateway.flower_app: run {name!r} has frozen or local parameters, which "
+                "supernodes do not know: train and share all of it, or use a gateway without "
+                "gateway.flower_app"
             )
         if run.sends == "model" and self._update.of_changes:
             raise ConfigError(

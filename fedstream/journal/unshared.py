@@ -41,10 +41,12 @@ def read(folder: Path, digest: str, layout: Layout) -> Model:
             is_whole = size == model.buffer.nbytes and not file.read(1)
     except OSError as error:
         raise JournalError(
-            f"{path}: the frozen parameters cannot be read: {error.strerror}: restore the file"
+            f"{path}: the frozen or local parameters cannot be read: {error.strerror}: restore it"
         ) from error
     if not is_whole or not model.is_of(digest):
-        raise JournalDamaged(f"{path}: the frozen parameters do not match their digest: restore it")
+        raise JournalDamaged(
+            f"{path}: the frozen or local parameters do not match their digest: restore it"
+        )
     return model
 
 

@@ -192,8 +192,8 @@ class Offer(Body):
     task: OfferedTask
     attempt: AttemptId
     model: OfferedModel
-    # The frozen parameters, which no version contains: the same in all offers of a run, so that a
-    # device downloads them once. Their version is 0. None: there are none.
+    # The values in version 0 of frozen parameters and local tensors, which no version contains: the
+    # same in all offers of a run, so that a device downloads them once. None: there are none.
     unshared: OfferedModel | None = None
     update: ExpectedUpdate
     heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0

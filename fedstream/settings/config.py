@@ -239,9 +239,9 @@ class Settings(Section):
             self.gateway, "tls_cert", "tls_key", "client_ca", "flower_app", "flower_keys"
         )
         http = _absolute(self.http, "token_file", "certificates")
-        return self.model_copy(
-            update={"run": run, "task": task, "redis": redis, "gateway": gateway, "http": http}
-        )
+        trainer = _absolute(self.trainer, "local_dir")
+        tables = {"run": run, "task": task, "redis": redis, "gateway": gateway, "http": http}
+        return self.model_copy(update=tables | {"trainer": trainer})
 
 
 _TableT = TypeVar("_TableT", bound=BaseModel)

@@ -112,6 +112,10 @@ def test_own_task(reader: Open) -> None:
         found, settings = simulated(page)
         assert found["parameters"] == 30 * 64 + 64 + 64 * 2 + 2
         assert settings["task"]["args"] == {"hidden": 64, "activation": "tanh"}
+        page.save("personal.py")
+        page.follow()
+        found, _ = simulated(page)
+        assert found["metrics"]["device_mean_accuracy"] > 0.9
 
 
 def test_from_a_script(reader: Open) -> None:

@@ -51,6 +51,7 @@ MADE = {
     "my_policies.py",
     "my_solvers.py",
     "my_task.py",
+    "personal.py",
     "poisoned.py",
     "replay.csv",
     "results.csv",

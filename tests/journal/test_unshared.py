@@ -74,7 +74,7 @@ def test_missing_and_damaged_base_are_reported_with_their_place(journal: Path) -
         with opened(journal) as chain:
             [verdict] = verify(chain)
             assert verdict.damage == (
-                f"{file}: the frozen parameters do not match their digest: restore it"
+                f"{file}: the frozen or local parameters do not match their digest: restore it"
             )
     file.unlink()
     with opened(journal) as chain:

@@ -79,7 +79,7 @@ async def test_emptied_redis_gets_the_frozen_values_from_the_journal(
         await hand.reaches(1)
         assert await read(hand) == [*VALUES]
         await client.call("UNLINK", key_of(hand, layout))
-        with pytest.raises(Unavailable, match="frozen parameters are gone from Redis"):
+        with pytest.raises(Unavailable, match="frozen or local parameters are gone from Redis"):
             await read(hand)
         await wait_until(lambda: client.call("EXISTS", key_of(hand, layout)))
         await hand.join()
@@ -97,7 +97,9 @@ async def test_damaged_frozen_values_are_reported_with_their_file(
     file = file_in(folder)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + b"x")
-    await fails(make(), JournalDamaged, rf"{file.name}: the frozen parameters do not match")
+    await fails(
+        make(), JournalDamaged, rf"{file.name}: the frozen or local parameters do not match"
+    )
     file.write_bytes(whole)
     async with running(make(), context()):
         await hand.reaches(1)

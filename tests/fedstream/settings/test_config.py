@@ -40,6 +40,7 @@ PATHS = {
     "gateway.client_ca": "file",
     "gateway.flower_app": "file",
     "gateway.flower_keys": "file",
+    "trainer.local_dir": "file",
 }
 # ... those whose commands put them into the run's folder, or which tests of their own resolve, ...
 PLACED = {
