@@ -95,7 +95,9 @@ class NoTraining(LocalTraining):
     def again(self) -> None:
         """Forget nothing."""
 
-    async def measured(self, model: Model, device: int) -> tuple[int, dict[str, Sum]]:
+    async def measured(
+        self, model: Model, local: Model | None, device: int
+    ) -> tuple[int, dict[str, Sum]]:
         """One number of the model."""
         return 1, {"first": (float(model.floats[0]), 1.0)}
 

@@ -53,7 +53,7 @@ class Measurements:
         staged = f"{kept}.staged"
         note = ("SET", staged, device, "PX", round(1000 * _REMEMBERED_S))
         word = await self._outbox.answer(
-            held.stream, held.entry, answer, ahead=(note,), feedback=(staged, kept)
+            held.stream, held.entry, answer, ahead=(note,), renamed=(staged, kept)
         )
         self._tasks.answered(answer, said=word == "said")
         if word != "said" and not await self._has_answered(kept, device):

@@ -204,7 +204,7 @@ class FlowerTask(Task):
         arrays = records.arrays_of(model)
         sums: dict[str, float] = {}
         weights: dict[str, int] = {}
-        for row in range(len(data)):  # type: ignore[arg-type]  # torch's Dataset declares no length
+        for row in range(len(data)):
             partition, who = int(data[row]), f"device {data[row]}: the Flower client"
             content = self._ask("evaluate", partition, arrays, self._run_config, "")
             numbers = records.numbers_of(content)

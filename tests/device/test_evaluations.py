@@ -53,7 +53,7 @@ async def test_device_measures_a_model_and_then_trains(
     gateway.offer(model)
     await run_device(options(load=lambda: task), said.append, nothing)
     found = gateway.measured[offer.task.id]
-    samples, sums = Learner(Measured, 1, "cpu").measure(model, 7) or (0, {})
+    samples, sums = Learner(Measured, 1, "cpu").measure(model, None, 7) or (0, {})
     assert (found.samples, found.sums) == (samples, sums)
     assert samples == 10
     assert said[1].startswith("version 4: accuracy 0.")

@@ -149,6 +149,7 @@ async def test_task_takes_only_an_answer_of_its_kind_and_of_its_device(
         assert (await measures(place, other)).status == 404
         update = f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
         assert (await place.ask("HEAD", update, 3)).status == 404
+        malformed: dict[str, Any]
         for malformed in (
             {"sums": {}},
             {"sums": {"accuracy": (1.0, 0.0)}},
