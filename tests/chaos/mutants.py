@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         "a segment's name is not on disk",
         "fedstream/journal/writer.py",
-        "            sync_folder(folder)\n",
-        "            pass\n",
+        "            _named(aside, self.path)\n            sync_folder(folder)\n",
+        "            _named(aside, self.path)\n",
         (Kind.POWER, Kind.KILL),
         (1, 3, 5, 0),
     ),
@@ -255,7 +255,7 @@ MUTANTS = (
     Mutant(
         "what an update left unsent is not kept",
         "broker/lua/finish_task.lua",
-        "  if unsent then redis.call('RENAME', staged, kept) end\n",
+        "  if staged[i] then redis.call('RENAME', KEYS[i], KEYS[i + 1]) end\n",
         "",
         (Kind.KILL,),
         (2, 10, 14, 15),

@@ -177,20 +177,22 @@ async def test_one_evaluation_is_open_at_a_time(hand: Hand) -> None:
 
 
 async def test_an_evaluated_model_outlives_its_version(hand: Hand, client: Client) -> None:
-    """It expires when the evaluation has to end; others are deleted at once."""
+    """It is spared until the evaluation ends; others are deleted at once."""
     first = await hand.create()
     evaluation = await begun(hand, 2)
     assert evaluation.task(FIRST, 2).blob == first.blob
     upload = await hand.admitted()
     assert await hand.commit(1, upload, retired=[first.blob]) == "done"
     assert await hand.model(first)
-    assert 0 < await client.call("PTTL", hand.keys.model(first.blob)) <= LATER * 1000
+    assert await client.call("PTTL", hand.keys.model(first.blob)) == -1
     [second] = [one for one in await hand.published() if one.version == 1]
     assert await hand.commit(2, await hand.admitted(), retired=[second.blob]) == "done"
     assert not await client.call("EXISTS", hand.keys.model(second.blob))
     await hand.ledger.end_evaluation(0, result(evaluation))
     [(entry, _)] = await hand.queue()
-    assert await hand.commit(None, entries=[entry]) == "done"
+    assert (
+        await hand.commit(3, await hand.admitted(), entries=[entry], retired=[first.blob]) == "done"
+    )
     assert not await client.call("EXISTS", hand.keys.model(first.blob))
 
 
