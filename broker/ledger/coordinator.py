@@ -316,7 +316,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     ) -> Pending[tuple[str, str]]:
         """Admit a device's answer to an evaluation.
 
-        Returns ('measured', the counted outcome), ('stray', reason) or ('repeated', '').
+        Returns ('evaluated', the counted outcome), ('stray', reason) or ('repeated', '').
         """
         about = {
             "group": COORDINATORS,

@@ -27,6 +27,7 @@ class Cursor:
     evaluation: int = -1  # the newest version with written measurements
     lost: int = 0  # versions that Redis deleted before the sink wrote them
     ended: bool = False  # the sink has written the end of the run
+    devices: int = -1  # the newest version with written metrics of devices
 
 
 class SinksLedger(Ledger):

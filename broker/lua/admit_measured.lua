@@ -16,7 +16,7 @@ if task.task ~= a.task then
   ended = ended and cmsgpack.unpack(ended) or {}
   if ended.task ~= a.task then return astray(reasons.LATE) end
   if ended.attempt ~= a.attempt then return astray(reasons.ANSWERED_TWICE) end
-  return {'measured', ended.outcome}
+  return {'evaluated', ended.outcome}
 end
 if task.site ~= a.site then return astray(reasons.ANOTHER_SITES_TASK) end
 local version, base = unpack(redis.call('HMGET', key.evaluation, 'version', 'base'))
@@ -28,4 +28,4 @@ redis.call('HSET', key.measured, a.device, cmsgpack.pack({
   answer = outcome == reasons.MEASURED and ARGV[2] or '',
 }))
 count('evaluated:' .. outcome)
-return {'measured', outcome}
+return {'evaluated', outcome}

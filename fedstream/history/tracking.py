@@ -15,7 +15,16 @@ from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 from fedstream.sinks.service import Named, TrackerFailed
 from fedstream.sinks.settings import flat, named
-from fedstream.sinks.sink import PointKind, Sink, TrackedPoint, TrackedRun, made_of, told
+from fedstream.sinks.sink import (
+    PointKind,
+    Sink,
+    TrackedPoint,
+    TrackedRun,
+    made_of,
+    measured_of,
+    told,
+)
+from fedstream.trainer.goals import is_on_devices, is_over_devices
 
 _BATCH = 1000  # points
 
@@ -81,7 +90,10 @@ def track(run: RunRecord, one: Named) -> Tracked:
             with_model = one.settings.save_model and model.is_file()
             sink.end(told(run.summary), model if with_model else None)
     return Tracked(
-        one.name, _count(points, "version"), _count(points, "evaluation"), state == "finished"
+        one.name,
+        _count(points, "version"),
+        _count(points, "evaluation") + _count(points, "devices"),
+        state == "finished",
     )
 
 
@@ -118,8 +130,19 @@ def _points(run: RunRecord) -> Iterator[TrackedPoint]:
         if made.updates or number == 0:  # otherwise adopted from Redis, with nothing known
             yield TrackedPoint("version", number, time, made_of(made.updates))
         if metrics := seen.evaluations.get(number):
-            values = {f"test/{name}": value for name, value in sorted(metrics.items())}
-            yield TrackedPoint("evaluation", number, time, values)
+            on_devices = {}
+            if any(map(is_on_devices, metrics)):  # else the evaluator measured the devices
+                on_devices = {
+                    name: value
+                    for name, value in metrics.items()
+                    if is_on_devices(name) or is_over_devices(name)
+                }
+            central = {name: one for name, one in metrics.items() if name not in on_devices}
+            if central:
+                values = measured_of("evaluation", central)
+                yield TrackedPoint("evaluation", number, time, values)
+            if on_devices:
+                yield TrackedPoint("devices", number, time, measured_of("devices", on_devices))
 
 
 def _count(points: Sequence[TrackedPoint], kind: PointKind) -> int:

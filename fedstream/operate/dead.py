@@ -23,7 +23,10 @@ from fedstream.core.messages import (
     Assignment,
     CloseRound,
     Dead,
+    DevicesEvaluated,
+    Evaluation,
     GiveUp,
+    Measured,
     Message,
     RoundEnd,
     SetQuarantine,
@@ -35,7 +38,18 @@ from fedstream.core.messages import (
 )
 from fedstream.terminal import cell, clock, console, number, spaced, two_columns
 
-_KINDS = (Assignment, Trigger, Upload, GiveUp, CloseRound, RoundEnd, SetQuarantine, Withdraw)
+_OF_EVALUATIONS = (Evaluation, Measured, DevicesEvaluated)
+_KINDS = (
+    Assignment,
+    Trigger,
+    Upload,
+    GiveUp,
+    CloseRound,
+    RoundEnd,
+    SetQuarantine,
+    Withdraw,
+    *_OF_EVALUATIONS,
+)
 _AT = "%Y-%m-%d %H:%M:%S"
 _PAGE = 100  # letters per read: they may be long
 _SHOWN = 200  # bytes shown of an undecodable entry
@@ -131,6 +145,8 @@ def again(letter: Letter, now: float) -> Trigger:
         )
     if isinstance(message, CloseRound | RoundEnd):
         raise FedstreamError("it only ends a round; the scheduler does that again by itself")
+    if isinstance(message, _OF_EVALUATIONS):
+        raise FedstreamError("it is of an evaluation on the devices; the next one asks them again")
     about: dict[str, Any] = {
         "task": task_id(int(now * 1000)),
         "device": letter.device,

@@ -128,19 +128,24 @@ def simulate_into(
                 updates=made.updates,
             )
             history.publish(version)
-            at = began + made.time
+            at, found = began + made.time, made.on_devices
+            there = found.metrics if found is not None else {}
+            central = {name: one for name, one in made.metrics.items() if name not in there}
             sinks.publish(
                 version.model_copy(update={"time": at}),
-                Event(
-                    what="evaluation",
-                    service="simulation",
-                    time=at,
-                    version=made.version,
-                    metrics=made.metrics,
+                *(
+                    Event(
+                        what=what,
+                        service="simulation",
+                        time=at,
+                        version=made.version,
+                        metrics=metrics,
+                    )
+                    for what, metrics in (("evaluation", central), ("devices_evaluated", there))
                 ),
             )
             history.measure(made.version, made.metrics)
-            if (found := made.on_devices) is not None:
+            if found is not None:
                 history.measure_on_devices(made.version, found.metrics, found.summary)
             for key, notice in history.notices(journal=journal):
                 if key not in told:

@@ -80,8 +80,11 @@ class MLflow(Sink):
             for key in found.data.metrics
         }
         self._tell(run.parameters, known=found.data.params)
-        measured = [step for key, step in self._newest.items() if key.startswith("test/")]
-        return Reached(self._newest.get(_DONE, -1), min(measured, default=-1))
+        measured, there = (
+            min((n for key, n in self._newest.items() if key.startswith(group)), default=-1)
+            for group in ("test/", "devices/")
+        )
+        return Reached(self._newest.get(_DONE, -1), measured, there)
 
     def _opened(self, client: MlflowClient, run: TrackedRun) -> Any:
         """The MLflow run of this run, continued or new."""

@@ -230,7 +230,7 @@ class Tracking:
             run.lineage, self._ledger.keys.name, run.created, {**self._parameters, **goals}
         )
         reached = await self._ask(lambda: self._sink.begin(tracked))
-        own = Reached(cursor.version, cursor.evaluation)
+        own = Reached(cursor.version, cursor.evaluation, cursor.devices)
         self._feed = Feed(own if reached is None else reached, cursor.lost)
         keys = self._ledger.keys
         # From the beginning: the tracker may be behind the cursor, and streams are short.
@@ -274,7 +274,7 @@ class Tracking:
         if run.state != "finished" or head is None:
             return
         waited = self._ledger.now() - (run.finished or 0.0) > _MEASURED_WITHIN_S
-        if not (stopping or waited or self._feed.tried == head.version):
+        if not (stopping or waited or self._feed.has_tried(head.version)):
             return
         summary: dict[str, TrackedValue] = {
             "versions": head.version,
@@ -302,7 +302,14 @@ class Tracking:
 
     async def _save(self, run: Run, *, ended: bool) -> None:
         reached = self._feed.reached
-        cursor = Cursor(run.lineage, reached.version, reached.evaluation, self._feed.lost, ended)
+        cursor = Cursor(
+            run.lineage,
+            reached.version,
+            reached.evaluation,
+            self._feed.lost,
+            ended,
+            devices=reached.devices,
+        )
         self._show()
         await self._ledger.save(self._name, cursor)
 
@@ -360,11 +367,11 @@ class DirectSinks:
         self._wrote = time.monotonic()
         self._each(lambda _, sink: sink.begin(run))
 
-    def publish(self, version: Version, measured: Event) -> None:
-        """Add a version and its measurement."""
+    def publish(self, version: Version, *measured: Event) -> None:
+        """Add a version and its measurements."""
         if not self._sinks:
             return
-        self._points += self._feed.points([version], [measured])
+        self._points += self._feed.points([version], measured)
         if time.monotonic() - self._wrote >= self._every_s:
             self._write()
 

@@ -9,6 +9,7 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,8 @@ def needs(module: str, extra: str) -> None:
         )
 
 
-PointKind: TypeAlias = Literal["version", "evaluation"]
+_BEFORE = re.compile(r"^devices?_")
+PointKind: TypeAlias = Literal["version", "evaluation", "devices"]
 TrackedValue: TypeAlias = str | int | float | bool
 
 
@@ -58,7 +60,9 @@ class TrackedPoint:
     A point of kind ``version`` describes the version's updates: ``updates``, ``weight``,
     ``staleness/mean``, ``staleness/max``, ``train/loss``; the newest of a batch also has the run's
     counts of tasks by outcome (``tasks/issued``, ``tasks/applied``, ...). A point of kind
-    ``evaluation`` has the evaluator's metrics: ``test/accuracy``, ``test/loss``, ....
+    ``evaluation`` has the evaluator's metrics: ``test/accuracy``, ``test/loss``, .... A point of
+    kind ``devices`` has those of an evaluation on the devices: ``devices/accuracy``,
+    ``devices/mean_accuracy``, ....
     """
 
     kind: PointKind
@@ -74,14 +78,16 @@ class Reached:
 
     version: int = -1
     evaluation: int = -1
+    devices: int = -1
 
     def of(self, kind: PointKind) -> int:
         """The newest version of this kind."""
-        return self.version if kind == "version" else self.evaluation
+        found: int = getattr(self, kind)
+        return found
 
     def after(self, points: Sequence[TrackedPoint]) -> Reached:
         """The progress after these points are written."""
-        newest = {"version": self.version, "evaluation": self.evaluation}
+        newest: dict[str, int] = dict(self.__dict__)
         for point in points:
             newest[point.kind] = max(newest[point.kind], point.version)
         return Reached(**newest)
@@ -149,13 +155,19 @@ class Feed:
         self.reached = reached
         self.lost = lost
         self.tried: int | None = None  # the last evaluated version, even if the evaluation failed
-        self.measured: Mapping[str, float] = {}  # by the newest evaluation seen
+        self.devices_tried: int | None = None  # the same, by evaluations on the devices
+        self.measured: Mapping[str, float] = {}  # by the newest evaluations seen
 
     def points(self, versions: Iterable[Version], events: Iterable[Event]) -> list[TrackedPoint]:
         """The new points of these messages, which count as written from now on."""
         found = [point for version in versions if (point := self._version(version)) is not None]
         found += [point for event in events if (point := self._evaluation(event)) is not None]
         return found
+
+    def has_tried(self, version: int) -> bool:
+        """Whether whoever measures this run has measured a version, or failed to."""
+        tried = {self.tried, self.devices_tried} - {None}
+        return tried == {version}
 
     def _version(self, message: Version) -> TrackedPoint | None:
         number, before = message.version, self.reached.version
@@ -174,13 +186,27 @@ class Feed:
             return None
         if event.what in ("evaluation", "error"):
             self.tried = number
-        if event.what != "evaluation" or not event.metrics:
+        if event.what == "devices_evaluated":
+            self.devices_tried = number
+        elif event.what != "evaluation":
             return None
-        self.measured = {f"test/{name}": value for name, value in sorted(event.metrics.items())}
-        if number <= self.reached.evaluation:
+        if not event.metrics:
             return None
-        self.reached = replace(self.reached, evaluation=number)
-        return TrackedPoint("evaluation", number, event.time, self.measured)
+        kind: PointKind = "evaluation" if event.what == "evaluation" else "devices"
+        found = measured_of(kind, event.metrics)
+        self.measured = {**self.measured, **found}
+        if number <= self.reached.of(kind):
+            return None
+        point = TrackedPoint(kind, number, event.time, found)
+        self.reached = self.reached.after([point])
+        return point
+
+
+def measured_of(kind: PointKind, metrics: Mapping[str, float]) -> dict[str, float]:
+    """A measurement's numbers, as a point names them."""
+    if kind == "evaluation":
+        return {f"test/{name}": value for name, value in sorted(metrics.items())}
+    return {f"devices/{_BEFORE.sub('', name)}": value for name, value in sorted(metrics.items())}
 
 
 class Used(Protocol):

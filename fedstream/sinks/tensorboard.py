@@ -11,6 +11,7 @@ import shutil
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -133,9 +134,11 @@ def _found(folder: Path) -> tuple[Reached, set[tuple[str, int]]]:
             event: Any = Event.FromString(record)
             tags = {value.tag for value in event.summary.value}
             if "version/updates" in tags:
-                reached = Reached(max(reached.version, event.step), reached.evaluation)
+                reached = replace(reached, version=max(reached.version, event.step))
             elif any(tag.startswith("test/") for tag in tags):
-                reached = Reached(reached.version, max(reached.evaluation, event.step))
+                reached = replace(reached, evaluation=max(reached.evaluation, event.step))
+            elif any(tag.startswith("devices/") for tag in tags):
+                reached = replace(reached, devices=max(reached.devices, event.step))
             texts |= {(tag.removesuffix("/text_summary"), event.step) for tag in tags}
     return reached, texts
 

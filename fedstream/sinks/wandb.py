@@ -29,6 +29,8 @@ from fedstream.sinks.sink import (
 if TYPE_CHECKING:
     from wandb import Run
 
+# The field of a row that has its version, by the kind of point.
+_MARKS = {"version": "made", "evaluation": "measured", "devices": "measured_there"}
 _BLOCK = 1 << 15
 _MAGIC = 7  # bytes before the first record
 _HEAD = struct.Struct("<IHB")  # of a part: checksum, length, type
@@ -106,13 +108,12 @@ class Wandb(Sink):
         assert self._run is not None  # noqa: S101  (begun)
         self._rows = self._run.step
         summary = dict(self._run.summary)
-        return Reached(int(summary.get("made", -1)), int(summary.get("measured", -1)))
+        return _reached(summary)
 
     def write(self, points: Sequence[TrackedPoint]) -> None:
         assert self._run is not None  # noqa: S101  (begun)
         for point in points:
-            marker = "made" if point.kind == "version" else "measured"
-            row = {"version": point.version, marker: point.version, **point.values}
+            row = {"version": point.version, _MARKS[point.kind]: point.version, **point.values}
             self._run.log(row, step=self._rows)
             self._rows += 1
 
@@ -189,11 +190,14 @@ def _found(folder: Path, run: str) -> tuple[Reached, int]:
                 for item in record.history.item
             }
             rows = max(rows, int(float(row.get("_step", rows))) + 1)
-            reached = Reached(
-                max(reached.version, int(row.get("made", -1))),
-                max(reached.evaluation, int(row.get("measured", -1))),
-            )
+            one = _reached(row)
+            reached = Reached(*map(max, vars(reached).values(), vars(one).values()))
     return reached, rows
+
+
+def _reached(row: Mapping[str, Any]) -> Reached:
+    """The progress that a row, or a run's summary, has."""
+    return Reached(**{kind: int(row.get(mark, -1)) for kind, mark in _MARKS.items()})
 
 
 def _records(data: bytes, at: int) -> Iterator[bytes]:

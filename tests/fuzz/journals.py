@@ -19,6 +19,7 @@ from fedstream.core.layout import PAGE
 from fedstream.core.messages import decode
 from fedstream.history.index import columns_of
 from fedstream.journal import (
+    EvaluationEnded,
     JournalError,
     QuarantineSet,
     RoundClosed,
@@ -104,7 +105,9 @@ def _read_together(folder: Path) -> None:
             for group in groups:
                 for number, place in enumerate(group.places.tolist()):
                     with suppress(BadMessage):  # a name: no column has any
-                        entry = decode(many[place], Taken, RoundClosed, QuarantineSet)
+                        entry = decode(
+                            many[place], Taken, RoundClosed, QuarantineSet, EvaluationEnded
+                        )
                         said: dict[ValuePath, float] = {
                             ("version",): entry.version,
                             ("time",): entry.time,

@@ -82,8 +82,8 @@ async def test_each_device_ends_with_one_outcome(hand: Hand) -> None:
     evaluation = await begun(hand, 2, 5, 7)
     tasks = [task for _ in range(3) for task in await ask(hand, evaluation, share=3.0)]
     assert [(task.device, task.version) for task in tasks] == [(2, 0), (5, 0), (7, 0)]
-    assert await say(hand, tasks[0]) == ("measured", "measured")
-    assert await say(hand, tasks[1], reasons.NO_TEST_DATA) == ("measured", "no test data")
+    assert await say(hand, tasks[0]) == ("evaluated", "measured")
+    assert await say(hand, tasks[1], reasons.NO_TEST_DATA) == ("evaluated", "no test data")
     found = await hand.ledger.evaluation()
     assert found is not None
     assert (found.asked, found.answered) == ({7}, {2, 5})
@@ -132,7 +132,7 @@ async def test_tasks_go_to_the_owner(hand: Hand) -> None:
     [entry] = await group.read(count=5, block_ms=0)
     owned = Evaluation.decode(entry.data)
     assert await say(hand, owned) == ("stray", "another site's task")
-    assert await say(hand, owned, site="north") == ("measured", "measured")
+    assert await say(hand, owned, site="north") == ("evaluated", "measured")
     found = (await hand.ledger.tally()).reasons("stray")
     assert found == {"another site's task": 1}
 
@@ -142,8 +142,8 @@ async def test_an_answer_counts_once(hand: Hand) -> None:
     await hand.announce("t")
     evaluation = await begun(hand, 2)
     [task] = await ask(hand, evaluation)
-    assert await say(hand, task) == ("measured", "measured")
-    assert await say(hand, task) == ("measured", "measured")  # the same one again
+    assert await say(hand, task) == ("evaluated", "measured")
+    assert await say(hand, task) == ("evaluated", "measured")  # the same one again
     assert await say(hand, task, attempt="a2") == ("stray", "answered twice")
     assert await hand.ledger.end_evaluation(1, result(evaluation)) == "ended"
     assert await say(hand, task) == ("stray", "late")
@@ -157,7 +157,7 @@ async def test_an_answer_about_another_version_does_not_count(
     await hand.create()
     await hand.announce("t")
     [task] = await ask(hand, await begun(hand, 2))
-    assert await say(hand, task, **wrong) == ("measured", "not as asked")
+    assert await say(hand, task, **wrong) == ("evaluated", "not as asked")
     assert (await hand.ledger.answers())[2].measured is None
 
 

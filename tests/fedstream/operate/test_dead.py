@@ -17,6 +17,7 @@ from fedstream.core.messages import (
     CloseRound,
     Dead,
     GiveUp,
+    Measured,
     RoundEnd,
     Trigger,
     Withdraw,
@@ -180,6 +181,10 @@ async def test_self_triggered_task_is_retried_by_the_operator(hand: Hand) -> Non
         (CloseRound(version=1, tasks=(), why="over").encode(), "it only ends a round"),
         (RoundEnd(version=1).encode(), "it only ends a round"),
         (Withdraw(tasks=("a",), why="timed out").encode(), "only gives up overdue tasks"),
+        (
+            Measured(task="a", attempt="1", device=1, trainer="t", version=0, base="d").encode(),
+            "it is of an evaluation on the devices",
+        ),
         (
             GiveUp(task="a", attempt="1", device=1, trainer="t", reason="tired").encode(),
             "its device gave up",

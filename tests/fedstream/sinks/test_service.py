@@ -20,6 +20,7 @@ from fedstream.sinks.settings import added, named, parameters
 from fedstream.sinks.sink import Feed, counted
 from fedstream.sinks.tensorboard import TensorBoardSettings
 from tests.fedstream.sinks.conftest import Messages
+from tests.fedstream.views import event
 from tests.support import context, running, wait_until
 from tests.support import counted as metric
 
@@ -171,6 +172,26 @@ def test_feed_gives_each_version_and_measurement_once() -> None:
     assert feed.reached == Reached(7, 20)
     with_counts = counted(points, {"tasks/issued": 9})
     assert ["tasks/issued" in point.values for point in with_counts] == [False, True, False]
+
+
+def test_what_devices_measure_has_points_of_its_own() -> None:
+    """They may come late, when the evaluator has gone on."""
+    feed = Feed(Reached())
+    told = [
+        event("evaluation", version=20, metrics={"accuracy": 0.5}),
+        event("devices_evaluated", version=10, metrics={"devices_loss": 1.0}),
+        event("devices_evaluated", version=20, metrics={"device_mean_loss": 2.0}),
+        event("devices_evaluated", version=20, metrics={"device_mean_loss": 2.0}),  # again
+    ]
+    assert [(one.kind, one.version, one.values) for one in feed.points([], told)] == [
+        ("evaluation", 20, {"test/accuracy": 0.5}),
+        ("devices", 10, {"devices/loss": 1.0}),
+        ("devices", 20, {"devices/mean_loss": 2.0}),
+    ]
+    assert feed.reached == Reached(-1, 20, 20)
+    assert feed.has_tried(20)
+    feed.points([], [event("devices_evaluated", version=30, metrics={})])
+    assert not feed.has_tried(30)  # the evaluator has not
 
 
 def settings_of(*sets: str) -> Settings:
