@@ -73,7 +73,8 @@ class _Answer(BaseModel):
     buffered_now: int
     kept_versions: int
     dead_letters: int
-    # The next four are absent if the coordinator is of an older release.
+    # The next five are absent if the coordinator is of an older release.
+    evaluated: dict[str, int] = {}
     quarantined: list[int] = []
     failing: dict[str, _Failing] = {}
     published_as: str = "f32"
@@ -177,8 +178,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness", f"{about['mean_staleness']:.2f}, moving average"),
         ("tasks", outcomes(about["tasks"])),
     ]
-    for what in ("refused", "given_up", "dead", "strays"):
-        if about[what]:
+    for what in ("refused", "given_up", "dead", "strays", "evaluated"):
+        if about.get(what):
             text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())
             rows.append((spaced(what), text))
     backlog = (
