@@ -59,6 +59,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "given_up": view.reasons("given_up"),
         "dead": view.reasons("dead"),
         "strays": view.reasons("stray"),
+        "evaluated": view.reasons("evaluated"),
         "admitted": view.admitted,
         "queue": view.backlog,
         "retained": view.head.retained,

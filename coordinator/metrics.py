@@ -118,6 +118,12 @@ def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
         ("reason",),
         {(reason,): n for reason, n in view.reasons("stray").items()},
     )
+    yield _counter(
+        "run_device_evaluations",
+        "Evaluations of a version on a device.",
+        ("outcome",),
+        {(outcome,): n for outcome, n in view.reasons("evaluated").items()},
+    )
     yield _labelled("run_open", "Open tasks, by state.", "state", open_by_state(view, training))
     yield _gauge("run_queue", "Entries that the updater has not processed.", view.backlog)
     yield _gauge("run_trainers", "Trainers alive.", view.trainers)

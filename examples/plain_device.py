@@ -22,10 +22,23 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 INPUTS, CLASSES, SAMPLES, LR = 2, 2, 100, 0.1
 
 
+def points(seed):
+    """Data of the device, which never leave it."""
+    y = np.arange(SAMPLES) % CLASSES
+    return np.random.default_rng(seed).normal(size=(SAMPLES, INPUTS)) + 3 * y[:, None], y
+
+
+def measure(model, device):
+    """The metrics of `model` on the device's test data: each sum, and its weight."""
+    x, y = points((device, 1))
+    z = x @ model[:-CLASSES].reshape(CLASSES, INPUTS).T + model[-CLASSES:]
+    hits = int((z.argmax(axis=1) == y).sum())
+    return {"samples": SAMPLES, "sums": {"accuracy": [hits, SAMPLES]}}
+
+
 def train(model, device, steps):
     """Full gradient steps on `model`: weights (classes, inputs), then biases."""
-    y = np.arange(SAMPLES) % CLASSES  # the device's data, which never leaves it
-    x = np.random.default_rng(device).normal(size=(SAMPLES, INPUTS)) + 3 * y[:, None]
+    x, y = points(device)
     weight, bias = model[:-CLASSES].reshape(CLASSES, INPUTS), model[-CLASSES:]
     for _ in range(steps):
         p = np.exp(x @ weight.T + bias)
@@ -81,18 +94,23 @@ def give_up(gateway, offer, why):
 
 
 def perform(gateway, offer):
-    """One task: the newest model, some steps on the device's data, and the update back."""
-    task, model, update = offer["task"], offer["model"], offer["update"]
+    """One task: a model, some steps on the device's data or its metrics, and the answer."""
+    task, model = offer["task"], offer["model"]
     found = gateway.ask("GET", model["url"])
     if found.status_code == 404:  # there is a newer one: check in again
         return
     made = hashlib.sha256 if len(model["digest"]) == 64 else blake3  # else it ends in -blake3
     right = model["digest"].startswith(made(found.content).hexdigest())
+    update = offer.get("update", {"format": "f32"})  # none if the model is only to be measured
     if not right or {model["format"], update["format"]} != {"f32"}:
         give_up(gateway, offer, "not the model that was offered, or in another format than f32")
     if len(found.content) != 4 * CLASSES * (INPUTS + 1):
         give_up(gateway, offer, f"`train` is for another model than one of {model['size']} bytes")
     x = np.array(x_tau := np.frombuffer(found.content, "<f4"))
+    if "measurement" in offer:
+        found = gateway.ask("POST", offer["measurement"]["url"], json=measure(x, task["device"]))
+        print(f"task {task['id']}: measured: {found.status_code == 200}", flush=True)
+        return
     report = train(x, task["device"], task.get("steps") or task.get("epochs") or 1)
     data = (x if update["sends"] == "model" else x - x_tau).tobytes()
     report |= {"tau": model["version"], "base": model["digest"], "layout": update["layout"]}
@@ -107,6 +125,7 @@ def main(url, invite, ca=None):
     gateway.enrol(invite)
     while True:
         asks = {"nonce": secrets.token_urlsafe(16), "wait_s": 50, "formats": ["f32"]}
+        asks["evaluates"] = True
         answer = gateway.ask("POST", "/v1/check-in", json=asks)
         if answer.status_code == 410:
             return  # the run is over

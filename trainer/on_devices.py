@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-_MOST = 10_000  # devices that the evaluator measures
+_MOST = 10_000  # devices that measure a version, or that the evaluator measures
 _TENTH = 0.1
 _WEIGHTS = 10  # times the median
 _LEFT_OUT = 10  # evaluations
@@ -133,6 +133,7 @@ class Choice:
             number = min(settings.count, len(among))
         else:
             number = ceil((settings.fraction or 1.0) * len(among))
+        number = min(number, _MOST)
         drawn = random.Random(f"{self._seed}/{version}").sample(among, number)
         return tuple(sorted(drawn))
 

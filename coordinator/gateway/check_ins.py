@@ -112,7 +112,7 @@ class CheckIns:
         end = shared_end(loop.time(), min(wait_s, self._settings.poll_s))
         if self._sessions.first(device) is not None:
             await self._run_cache.look()  # the task may have come a while ago
-        while not self._run_cache.is_over:
+        while not self._tasks.is_over:
             if (held := await self._tasks.due(device, evaluates=evaluates)) is not None:
                 return held
             if end <= loop.time() or self._context.stop.is_set():
@@ -152,7 +152,7 @@ class CheckIns:
 
     def _check_run(self) -> None:
         """Raise Refusal if there are no more tasks."""
-        if self._run_cache.is_over:
+        if self._tasks.is_over:
             raise Refusal(410, "run over", "the run is finished: there are no more tasks")
 
 

@@ -140,7 +140,7 @@ def overdue(task: Assignment | Evaluation, head: Head, now: float) -> str | None
 
 def advice(held: Held, attempt: str, run: Run, head: Head, now: float) -> Advice:
     """The advice to a device that works on a task. ``now``: seconds since 1970."""
-    if run.state == "finished":
+    if run.state == "finished" and isinstance(held.task, Assignment):
         return Advice(go_on=False, why="run over")
     if attempt != held.attempt or overdue(held.task, head, now) is not None:
         return Advice(go_on=False, why="given up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 256  # tasks per read
 _DEAF_S = 3.0  # pause between sweeps after which silence counts anew
+_LAST_S = 3.0  # from the end of a run, or of an evaluation after it, to the end of the check-ins
 
 
 class Tasks:
@@ -54,7 +56,13 @@ class Tasks:
         self._began = False
         self._swept = 0.0
         self._listened = self._hears_since = 0.0  # end of the last sweep; beginning without a break
+        self._evaluates_until = -math.inf  # monotonic time until which evaluations may come
         self.answers = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is finished, and its last version evaluated on the devices."""
+        return self._run_cache.is_over and time.monotonic() >= self._evaluates_until
 
     async def take(self) -> None:
         """Take new tasks, or first our pending ones from before a restart or a lost reply."""
@@ -120,6 +128,8 @@ class Tasks:
         except BadMessage as error:
             await self._bury(entry, group.stream, str(error))
             return
+        if isinstance(task, Evaluation):
+            self._evaluates_until = now + _LAST_S
         self._context.trace("taken", task=task.task, device=task.device)
         self._sessions.hold(
             Held(task, entry, group.stream, is_new=is_new, is_untouched=is_new), now
@@ -142,7 +152,8 @@ class Tasks:
     async def sweep(self) -> None:
         """Read the run, and give up the tasks of devices that stay away.
 
-        Once the run is over, gives up all tasks and ends all waiting check-ins.
+        Once the run is over, gives up all tasks and ends all waiting check-ins; in a run with
+        evaluations, not before that of the last version.
 
         Silence counts only while devices can be heard: not while Redis is away, when devices are
         told to retry, nor while the process is stopped.
@@ -153,10 +164,16 @@ class Tasks:
             self._hears_since = now
         for held in self._sessions.gone(now, self._hears_since):
             await self.give_up(held, reasons.DROPPED_OUT)
-        if self._run_cache.is_over:
+        evaluates = any(isinstance(held.task, Evaluation) for held in self._sessions)
+        may_evaluate = self._evaluates_until > -math.inf and not self._run_cache.is_over
+        if evaluates or may_evaluate:
+            self._evaluates_until = now + _LAST_S
+        if self.is_over:
             self._sessions.release_all()
+        if self._run_cache.is_over:
             for held in self._sessions:
-                await self.give_up(held, reasons.RUN_FINISHED)
+                if isinstance(held.task, Assignment):
+                    await self.give_up(held, reasons.RUN_FINISHED)
         self._listened = time.monotonic()
 
     async def turn_away(self, devices: Set[int]) -> None:
@@ -234,6 +251,8 @@ class Tasks:
 
         Reads the newest version first if the task is of a newer version than the last one read.
         """
+        if self._run_cache.is_over and isinstance(held.task, Assignment):
+            return reasons.RUN_FINISHED
         version = held.task.version
         if version is not None and version > self._run_cache.head.version:
             await self._run_cache.look()  # another replica read it, or Redis fell back

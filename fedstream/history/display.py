@@ -216,8 +216,8 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness", f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}"),
         ("tasks", outcomes(numbers["tasks"])),
     ]
-    for what in ("refused", "given_up", "dead", "strays"):
-        if reasons := numbers[what]:
+    for what in ("refused", "given_up", "dead", "strays", "evaluated"):
+        if reasons := numbers.get(what):
             text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
             rows.append((spaced(what), text))
     rows += failing_rows(numbers["failing"], {})

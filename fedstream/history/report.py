@@ -153,6 +153,7 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
         "given_up": view.reasons("given_up") if view else {},
         "dead": view.reasons("dead") if view else {},
         "strays": view.reasons("stray") if view else {},
+        "evaluated": view.reasons("evaluated") if view else {},
         "failing": view.failing_devices if view else {},
         "dead_letters": view.dead if view else 0,
         "mean_staleness": round(history.mean_staleness, 4),

@@ -81,7 +81,8 @@ class _Answer(BaseModel):
     kept_versions: int
     best: _Best | None = None  # absent if the coordinator is of an older release
     dead_letters: int
-    # The next four are absent if the coordinator is of an older release.
+    # The next five are absent if the coordinator is of an older release.
+    evaluated: dict[str, int] = {}
     quarantined: list[int] = []
     failing: dict[str, _Failing] = {}
     published_as: str = "f32"
@@ -187,8 +188,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if best := about.get("best"):
         rows.insert(5, ("best", _best(best)))
-    for what in ("refused", "given_up", "dead", "strays"):
-        if about[what]:
+    for what in ("refused", "given_up", "dead", "strays", "evaluated"):
+        if about.get(what):
             text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())
             rows.append((spaced(what), text))
     backlog = (

@@ -91,7 +91,7 @@ class DeadLetters:
             if not those:
                 raise FedstreamError(f"there is no dead letter {name!r}: see `fedstream dead list`")
             found += those
-        return list(dict.fromkeys(found))
+        return list({one.id: one for one in found}.values())
 
 
 async def read(client: Client, keys: Keys) -> DeadLetters:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp.test_utils import TestServer
+from torch import nn
 
 from fedstream.cli.app import main
 from fedstream.core.layout import Model
@@ -198,5 +199,25 @@ async def test_a_task_of_another_model_is_given_up_with_a_reason(
     assert err.decode().startswith(f"task task-1: {said}")
 
 
-def test_it_stays_within_120_lines() -> None:
-    assert len(PLAIN.read_text().splitlines()) <= 120
+@pytest.mark.process
+async def test_it_measures_a_model(server: TestServer, gateway: FakeGateway, python: Path) -> None:
+    """The weights separate the two clouds of points."""
+    clouds = nn.Linear(2, 2)
+    gateway.layout = layout_of(clouds)
+    model = Model(gateway.layout)
+    model.floats[:] = [0.0, 0.0, 1.0, 1.0, 0.0, -3.0]
+    offer = gateway.evaluates(model)
+    url = str(server.make_url("/")).rstrip("/")
+    process = await asyncio.create_subprocess_exec(
+        python, PLAIN, url, gateway.invite(7), stdout=PIPE
+    )
+    await wait_until(lambda: gateway.measured)
+    gateway.over = True
+    out, _ = await process.communicate()
+    assert (process.returncode, out.decode()) == (0, "task eval-1: measured: True\n")
+    hits, weight = gateway.measured[offer.task.id].sums["accuracy"]
+    assert 95 < hits <= weight == 100
+
+
+def test_it_stays_within_140_lines() -> None:
+    assert len(PLAIN.read_text().splitlines()) <= 140

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -196,3 +197,27 @@ async def test_evaluation_that_is_over_is_not_offered(redis: RedisSettings, hand
         await wait_until(lambda: len(place.gateway.replica.sessions) == 1)
         assert (await place.check_in(3, evaluates=True)).status == 204
         await outcomes(hand, deadline_passed=1)
+
+
+async def test_last_version_is_evaluated_after_the_runs_end(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices are not sent home before; but no device begins to train any more."""
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await joined(hand, place)
+        await evaluates(hand, 3)
+        await measures(place, await offered(place))
+        await outcomes(hand, measured=1)
+        await hand.client.call("DEL", hand.keys.evaluation, hand.keys.measured)
+        [trigger] = await hand.open(device=3)
+        await wait_until(lambda: trigger.task in place.gateway.replica.sessions)
+        assert await hand.ledger.finish("enough")
+        await wait_until(lambda: place.gateway.replica.run_cache.is_over)
+        waiting = asyncio.create_task(offered(place))
+        await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
+        await evaluates(hand, 3)
+        await measures(place, await waiting)
+        await outcomes(hand, measured=2)
+        monkeypatch.setattr("fedstream.coordinator.gateway.tasks._LAST_S", 0.0)
+        assert (await place.check_in(3, wait_s=50, evaluates=True)).json["reason"] == "run over"

@@ -38,6 +38,8 @@ class Points(Task):
         return TensorDataset(torch.ones(8, 2), torch.arange(8) % 2)
     def test_data(self):
         return self.device_data(0)
+    def device_test_data(self, device):
+        return self.device_data(device)
 task = Points()
 """
 
@@ -91,6 +93,7 @@ async def pipeline(
             "run.versions=12",
             f"task.name={program}:task",
             "evaluator.every=1",
+            "evaluator.on_devices.count=1",
             f"journal.dir={tmp_path / 'journal'}",
             "journal.sync=always",
             f'sinks=[{{kind="tensorboard",dir="{tmp_path}/tensorboard"}}]',
@@ -117,6 +120,7 @@ async def pipeline(
                 and seen("fedstream_run_strays_total", {"reason": "unknown task"}) == 1
                 and seen("fedstream_tasks_dispatched_total", {"verdict": "ended"}) == 1
                 and measured("fedstream_measured_version") == 12
+                and bool(seen("fedstream_run_device_evaluations_total", {"outcome": "measured"}))
             )
 
         await wait_until(settled)
