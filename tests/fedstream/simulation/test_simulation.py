@@ -566,7 +566,7 @@ def test_live_run_rejects_unknown_devices(monkeypatch: pytest.MonkeyPatch) -> No
 class Personal(Small):
     """Classes are numbered in another way on each device, so that a head of its own is needed."""
 
-    local = ("head.*",)
+    local: tuple[str, ...] = ("head.*",)
 
     def model(self) -> nn.Module:
         return nn.Sequential(OrderedDict(body=nn.Linear(5, 8), head=nn.Linear(8, 3)))
