@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,10 @@ def test_values_that_are_not_finite_are_not_kept() -> None:
     assert result.local is None
 
 
+def next_is(asked: Iterator[int], number: int) -> bool:
+    return next(asked) == number
+
+
 def test_interrupted_training_goes_on_with_the_same_local_bits() -> None:
     task = Normed()
     x = initial(task, 0)
@@ -131,8 +137,8 @@ def test_interrupted_training_goes_on_with_the_same_local_bits() -> None:
     whole, update = learned(task, start, piece)
     assert whole.local is not None
     for after in range(1, 6):
-        asked = count()
-        stops = replace(piece, cancelled=lambda: next(asked) == after)  # noqa: B023
+        asked = count(1)
+        stops = replace(piece, cancelled=partial(next_is, asked, after + 1))
         with pytest.raises(Cancelled) as stopped:
             learned(task, start, stops)
         assert stopped.value.workspace is not None
