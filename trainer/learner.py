@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +123,7 @@ class Learner:
         vector.load(start.model, self._module)
         if start.local is not None:
             vector.load_part(start.local, self._module)
+        work = replace(work, descents=count())
         trained = self.task.train(self._module, self._data(work.device), work)
         vector.read(self._module, into)
         local = local_values.read(self._module, self.layout)

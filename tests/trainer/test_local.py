@@ -150,6 +150,36 @@ def test_interrupted_training_goes_on_with_the_same_local_bits() -> None:
         assert resumed.local.digest() == whole.local.digest()
 
 
+class Phased(Steps):
+    """Descends twice: by all parameters, then by the shared ones alone."""
+
+    local = ("3.*",)
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        model.requires_grad_(requires_grad=True)
+        self.descend(model, data, work)
+        model.get_submodule("3").requires_grad_(requires_grad=False)
+        return self.descend(model, data, work)
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_interrupted_training_of_two_descents_gives_the_same_bits(after: int) -> None:
+    """A workspace is of the first descent: the second one must not continue it."""
+    task = Phased()
+    x = initial(task, 0)
+    piece = replace(work_of(DriftCorrected(batch_size=8, lr=0.1)), steps=3)
+    start = Start(0, x.digest(), x)
+    whole, update = learned(task, start, piece)
+    stops = replace(piece, cancelled=partial(next_is, count(1), after))
+    with pytest.raises(Cancelled) as stopped:
+        learned(task, start, stops)
+    resumed, its = learned(task, start, replace(piece, resume=stopped.value.workspace))
+    assert its.digest() == update.digest()
+    assert resumed.local is not None
+    assert whole.local is not None
+    assert resumed.local.digest() == whole.local.digest()
+
+
 def test_controls_are_of_the_shared_parameters_alone() -> None:
     """SCAFFOLD corrects no local parameter."""
     task = Normed()
