@@ -91,6 +91,11 @@ class Layout:
         return self.tensors + (self.unshared.layout.tensors if self.unshared else ())
 
     @property
+    def unshared_bytes(self) -> int:
+        """Bytes of the unshared tensors' values."""
+        return self.unshared.layout.nbytes if self.unshared else 0
+
+    @property
     def summary(self) -> str:
         """The numbers of parameters and tensors, for people."""
         said = f"{self.parameters} parameters in {len(self.tensors)} tensors"
