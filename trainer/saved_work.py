@@ -243,16 +243,9 @@ class LocalValues:
         self._layout = run.layout
         self._log = log
         self._folder: Path | None = None
-        if (local := local_values.layout_of(run.layout)) is None:
-            return
         devices = len(settings.owns) or run.devices
-        if devices * local.nbytes > settings.local_bytes:
-            raise ConfigError(
-                f"trainer.local_bytes = {settings.local_bytes}: the local tensors of {devices} "
-                f"devices have {devices * local.nbytes} bytes (Task.local): allow as many, or "
-                "name fewer tensors"
-            )
-        if settings.local_dir is not None:
+        local_values.check_room(run.layout, devices, settings.local_bytes)
+        if settings.local_dir is not None and local_values.layout_of(run.layout) is not None:
             self._folder = Path(settings.local_dir) / f"{keys.name}-{run.lineage}"
             try:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -223,6 +223,10 @@ class Unshared:
     values: Callable[[], Model] | None = field(default=None, compare=False, repr=False)
     """Reads the values, where a process needs whole models; raises FedstreamError."""
 
+    def __post_init__(self) -> None:
+        if not {tensor.name for tensor in self.layout.tensors}.issuperset(self.local):
+            raise LayoutMismatch("a layout must name its local tensors among the unshared ones")
+
     @cached_property
     def of_devices(self) -> Layout:
         """The layout of the local tensors alone."""
