@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fedstream.core.messages import task_id
 from fedstream.core.reasons import NO_ANSWER, NO_TEST_DATA
 from fedstream.runtime.backoff import pause
-from fedstream.trainer.on_devices import Choice, result
+from fedstream.trainer.on_devices import Choice, Names, result
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.evaluator import EvaluatorLedger, OpenEvaluation
@@ -51,11 +51,12 @@ class DeviceEvaluations:
         self._found = found
         self._last: int | None = None  # the version evaluated last
         self._choice = Choice(settings, 0)
+        self._names = Names()
 
     def begin(self, run: Run, last: int | None) -> None:
         """Begin with a run. ``last``: the version evaluated last; None: none was."""
         self._last = last
-        self._choice = Choice(self._settings, run.seed)
+        self._choice, self._names = Choice(self._settings, run.seed), Names()
 
     async def step(self, run: Run) -> None:
         """Take the evaluation under way further, or open one if it is due."""
@@ -117,6 +118,7 @@ class DeviceEvaluations:
             outcomes,
             self._settings,
             self._goals,
+            self._names,
             evaluation=evaluation.id,
             version=evaluation.version,
             blob=evaluation.model["blob"],
