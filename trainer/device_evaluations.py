@@ -52,6 +52,7 @@ class DeviceEvaluations:
         self._last: int | None = None  # the version evaluated last
         self._choice = Choice(settings, 0)
         self._names = Names()
+        self._is_alone = False  # no device was present at the last look, and that was logged
 
     def begin(self, run: Run, last: int | None) -> None:
         """Begin with a run. ``last``: the version evaluated last; None: none was."""
@@ -82,7 +83,11 @@ class DeviceEvaluations:
         if barred:
             present = [device for device in present if device not in barred]
         if not present:
+            if not self._is_alone:
+                self._context.log.warning("no device is there to evaluate", version=head.version)
+            self._is_alone = True
             return False
+        self._is_alone = False
         devices = self._choice.of(present, head.version)
         now = self._ledger.now()
         id_, deadline = task_id(round(now * 1000)), now + self._settings.timeout_s
