@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from fedstream.core.messages import task_id
 from fedstream.core.reasons import DOES_NOT_EVALUATE, NO_ANSWER, NO_TEST_DATA
 from fedstream.runtime.backoff import pause
-from fedstream.trainer.on_devices import Choice, result
+from fedstream.trainer.on_devices import Choice, Names, result
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.evaluator import EvaluatorLedger, OpenEvaluation
@@ -60,11 +60,13 @@ class DeviceEvaluations:
         self._found = found
         self._last: int | None = None  # the version evaluated last
         self._choice = Choice(settings, 0)
+        self._names = Names()
+        self._is_alone = False  # no device was present at the last look, and that was logged
 
     def begin(self, run: Run, last: int | None) -> None:
         """Begin with a run. ``last``: the version evaluated last; None: none was."""
         self._last = last
-        self._choice = Choice(self._settings, run.seed)
+        self._choice, self._names = Choice(self._settings, run.seed), Names()
 
     async def step(self, run: Run) -> None:
         """Take the evaluation under way further, or open one if it is due."""
@@ -90,7 +92,11 @@ class DeviceEvaluations:
         if barred:
             present = [device for device in present if device not in barred]
         if not present:
+            if not self._is_alone:
+                self._context.log.warning("no device is there to evaluate", version=head.version)
+            self._is_alone = True
             return False
+        self._is_alone = False
         devices = self._choice.of(present, head.version)
         now = self._ledger.now()
         id_, deadline = task_id(round(now * 1000)), now + self._settings.timeout_s
@@ -126,6 +132,7 @@ class DeviceEvaluations:
             outcomes,
             self._settings,
             self._goals,
+            self._names,
             evaluation=evaluation.id,
             version=evaluation.version,
             base=evaluation.base,

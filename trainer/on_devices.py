@@ -8,6 +8,7 @@ answers with its metrics' sums and weights alone.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, fsum, isfinite, isnan, sqrt
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from fedstream.core.messages import DevicesEvaluated, Measured, Sum
+from fedstream.core.messages import METRICS, DevicesEvaluated, Measured, Sum
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import Processor, placed
 from fedstream.trainer.goals import ON_DEVICES, Goals, goal_of
@@ -196,21 +197,48 @@ def metrics_over(
     return over_rows | spread(each, declared)
 
 
+def _only(names: Sequence[str], answer: Measured) -> Measured:
+    sums = {name: answer.sums[name] for name in names if name in answer.sums}
+    return answer.model_copy(update={"sums": sums})
+
+
+class Names:
+    """The metrics of a run that count: the first 100 that devices report.
+
+    So what devices name their metrics can't fill journals, tables and monitoring. Of new names,
+    those that most devices report come first.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+
+    def of(self, answers: Iterable[Measured]) -> list[str]:
+        """The names that count, in alphabetical order, among those in answers."""
+        told = Counter(name for answer in answers for name in answer.sums)
+        for name, _ in sorted(told.items(), key=lambda one: (-one[1], one[0])):
+            if len(self._known) < METRICS:
+                self._known.setdefault(name)
+        return sorted(told.keys() & self._known.keys())
+
+
 def result(
     measured: Mapping[int, Measured],
     outcomes: Mapping[str, int],
     settings: OnDevicesSettings,
     declared: Goals,
+    names: Names,
     **about: Any,
 ) -> DevicesEvaluated:
     """The result of an evaluation, without metrics if too few devices were measured.
 
-    ``measured``: their answers, by device. ``outcomes``: of all devices. ``about``: the result's
-    other fields.
+    ``measured``: their answers, by device. ``outcomes``: of all devices. ``names``: the run's.
+    ``about``: the result's other fields.
     """
     sums: dict[str, Sum] = {}
     metrics: dict[str, float] = {}
     if len(measured) >= settings.min_devices:
+        counted = names.of(measured.values())
+        measured = {device: _only(counted, answer) for device, answer in measured.items()}
         sums = totals(measured, settings.most_weight)
         metrics = metrics_over(sums, measured, declared)
     return DevicesEvaluated(

@@ -15,12 +15,14 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fedstream
-from fedstream.core.messages import Measured
+from fedstream.core.messages import METRICS, Measured
 from fedstream.trainer.goals import Stopping, StopSettings, goal_of, main_metric
 from fedstream.trainer.on_devices import (
     Choice,
+    Names,
     OnDevicesSettings,
     metrics_over,
+    result,
     sums_of,
     totals,
 )
@@ -133,6 +135,30 @@ def test_what_an_untrusted_device_claims_is_bounded() -> None:
     assert totals(answers, most_weight=20.0)["loss"] == (40.0 + 100.0, 40.0 + 20.0)
     answers[4] = answer(4, loss=(5e9, 1e9))
     assert totals(answers)["loss"][1] == 1e9 + 40.0
+
+
+def test_devices_cannot_name_metrics_without_limit() -> None:
+    """What most devices report comes first, and a run knows 100 names."""
+    names = Names()
+    honest = [answer(n, loss=(1.0, 1.0)) for n in range(3)]
+    forged = answer(3, {f"m{n:03}": (1.0, 1.0) for n in range(METRICS)})
+    found = names.of([forged, *honest])
+    assert len(found) == METRICS
+    assert "loss" in found
+    assert "m099" not in found
+    again = answer(3, {f"other{n}": (1.0, 1.0) for n in range(METRICS)})
+    assert names.of([again, *honest]) == ["loss"]
+    answers = {one.device: one for one in [again, *honest]}
+    settings = OnDevicesSettings(count=4)
+    about = {"evaluation": "e", "version": 4, "blob": "b", "base": "d"}
+    ended = result(answers, {"measured": 4}, settings, {}, names, **about)
+    assert ended.sums == {"loss": (3.0, 3.0)}
+    assert ended.metrics.keys() == {
+        "devices_loss",
+        "device_mean_loss",
+        "device_worst_tenth_loss",
+        "device_deviation_loss",
+    }
 
 
 def test_the_choice_of_devices_can_be_repeated() -> None:
