@@ -28,7 +28,7 @@ from fedstream.device.uploads import UpdateUpload
 from fedstream.protocol.messages import (
     CheckIn,
     EvaluationOffer,
-    Measurement,
+    MetricsReport,
     Offer,
     Surrender,
     UpdateReport,
@@ -222,7 +222,7 @@ class DeviceWorker:
             return
         samples, sums = found
         seconds = time.monotonic() - began
-        said = Measurement(samples=samples, sums=sums, seconds=seconds)
+        said = MetricsReport(samples=samples, sums=sums, seconds=seconds)
         if halt or not await self._gateway.measure(offer.measurement.url, said):
             self._say(f"version {version}: measured too late, as the evaluation is over")
             return
