@@ -48,6 +48,7 @@ OWNED = 50_000
 # so that sums, squares and ratios over all devices stay finite.
 METRICS = 100
 LARGEST = 1e30
+METRIC_CHARS = 200  # of a metric's name, as of any name
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
