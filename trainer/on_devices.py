@@ -155,8 +155,8 @@ def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dic
     found = {name: one for name, one in every.items() if isfinite(one)} or every
     if len(found) > METRICS or not all(1 <= len(name) <= METRIC_CHARS for name in found):
         raise DataError(
-            f"metrics() returned {len(found)} metrics: a device sends at most {METRICS}, with names "
-            f"of 1 to {METRIC_CHARS} characters"
+            f"metrics() returned {len(found)} metrics: a device sends at most {METRICS}, with "
+            f"names of 1 to {METRIC_CHARS} characters"
         )
     return samples, {
         name: (value.sum, value.count)
