@@ -23,8 +23,6 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
@@ -46,6 +44,8 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
+# Largest sum, weight and mean of a metric that counts: their squares stay finite.
+_LARGEST = 1e30
 # Most metrics in a device's answer to an evaluation.
 METRICS = 100
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
@@ -279,9 +279,11 @@ class Measured(Message):
     def outcome(self) -> str:
         """The outcome under which the device's evaluation counts, by the answer's content."""
         outcome = of_evaluation(self.reason)
-        finite = all(map(isfinite, chain.from_iterable(self.sums.values())))
-        is_of_use = outcome != MEASURED or (self.sums and finite)
-        return outcome if is_of_use else METRICS_NOT_FINITE
+        counts = all(  # False for NaN
+            abs(total) <= _LARGEST and weight <= _LARGEST and abs(total / weight) <= _LARGEST
+            for total, weight in self.sums.values()
+        )
+        return outcome if outcome != MEASURED or (self.sums and counts) else METRICS_NOT_FINITE
 
 
 class Presence(Message):
