@@ -156,6 +156,14 @@ def test_what_an_untrusted_device_claims_is_bounded() -> None:
     assert totals(answers)["loss"][1] == 1e9 + 40.0
 
 
+def test_the_largest_metrics_that_count_do_not_overflow() -> None:
+    answers = {n: of_site(n, {"loss": (1e30, 1e30)}, trusted=False) for n in range(3)}
+    answers[3] = of_site(3, {"loss": (1e30, 1.0)}, trusted=False)
+    assert all(one.outcome == "measured" for one in answers.values())
+    metrics = metrics_over(totals(answers), answers, {})
+    assert all(map(math.isfinite, metrics.values()))
+
+
 def test_devices_cannot_name_metrics_without_limit() -> None:
     """What most devices report comes first, and a run knows 100 names."""
     names = Names()
