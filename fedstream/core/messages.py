@@ -44,14 +44,8 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
-<<<<<<< HEAD
-# Most metrics in a device's answer to an evaluation, and the largest magnitude of a sum or weight,
-# so that sums, squares and ratios over all devices stay finite.
-=======
-# Largest sum, weight and mean of a metric that counts: their squares stay finite.
-_LARGEST = 1e30
-# Most metrics in a device's answer to an evaluation.
->>>>>>> w-eval
+# Most metrics in a device's answer to an evaluation, and the largest sum, weight and mean that
+# count: their squares stay finite.
 METRICS = 100
 LARGEST = 1e30
 METRIC_CHARS = 200  # of a metric's name, as of any name
@@ -266,8 +260,10 @@ Sum = tuple[float, Annotated[float, Field(gt=0)]]
 
 def are_usable(sums: Mapping[str, Sum]) -> bool:
     """Whether there are metrics, all of them finite and of a usable size."""
-    return bool(sums) and all(
-        abs(total) <= LARGEST and 1 / LARGEST <= weight <= LARGEST
+    return bool(sums) and all(  # False for NaN
+        abs(total) <= LARGEST
+        and 1 / LARGEST <= weight <= LARGEST
+        and abs(total / weight) <= LARGEST
         for total, weight in sums.values()
     )
 
@@ -294,16 +290,8 @@ class Measured(Message):
     def outcome(self) -> str:
         """The outcome under which the device's evaluation counts, by the answer's content."""
         outcome = of_evaluation(self.reason)
-<<<<<<< HEAD
         is_of_use = outcome != MEASURED or are_usable(self.sums)
         return outcome if is_of_use else METRICS_NOT_FINITE
-=======
-        counts = all(  # False for NaN
-            abs(total) <= _LARGEST and weight <= _LARGEST and abs(total / weight) <= _LARGEST
-            for total, weight in self.sums.values()
-        )
-        return outcome if outcome != MEASURED or (self.sums and counts) else METRICS_NOT_FINITE
->>>>>>> w-eval
 
 
 class Presence(Message):
