@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from fedstream.core.messages import METRICS, DevicesEvaluated, Measured, Sum
+from fedstream.core.errors import DataError
+from fedstream.core.messages import METRIC_CHARS, METRICS, DevicesEvaluated, Measured, Sum
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import Processor, placed
 from fedstream.trainer.goals import ON_DEVICES, Goals, goal_of
@@ -148,11 +149,18 @@ def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dic
 
     A metric that is no :class:`Mean` is weighted by the samples. One that is not finite here (an
     AUC of a single class) is left out, unless none is finite. Raises the errors of
-    :func:`measured`.
+    :func:`measured`, NoLabels without samples, and DataError for metrics that can't be sent.
     """
     samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    if not samples:
+        raise NoLabels("there is nothing to evaluate: the test data have no rows")
     every = measured_means(task, module, data)
     found = {name: one for name, one in every.items() if isfinite(one)} or every
+    if len(found) > METRICS or not all(1 <= len(name) <= METRIC_CHARS for name in found):
+        raise DataError(
+            f"metrics() returned {len(found)} metrics: a device sends at most {METRICS}, with "
+            f"names of 1 to {METRIC_CHARS} characters"
+        )
     return samples, {
         name: (value.sum, value.count)
         if isinstance(value, Mean)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.replica import Replica
     from fedstream.coordinator.gateway.tasks import Tasks
     from fedstream.core.messages import Sum
-    from fedstream.protocol.messages import Measurement
+    from fedstream.protocol.messages import MetricsReport
 
 _REMEMBERED_S: Final = 600.0  # after an answer, in which a repeated request is answered alike
 _NOTE: Final = 20  # most bytes of a note
@@ -36,7 +36,7 @@ class Measurements:
         self._tasks = tasks
         self._moves = moves
 
-    async def take(self, task: str, attempt: str, device: int, said: Measurement) -> None:
+    async def take(self, task: str, attempt: str, device: int, said: MetricsReport) -> None:
         """Answer an evaluation; ``device``: by the request's token. A repetition has no effect.
 
         Raises NotHeld if the evaluation is over or another device's, HeldElsewhere, and BrokerError

@@ -28,7 +28,7 @@ from fedstream.device.process import attestation_in
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.local.supervisor import HeldPort
-from fedstream.protocol.messages import EvaluationOffer, Measurement, Offer
+from fedstream.protocol.messages import EvaluationOffer, MetricsReport, Offer
 from fedstream.settings.config import read
 from fedstream.settings.recording import TRUST
 from tests.broker.servers import redis_7
@@ -587,7 +587,7 @@ def test_gateway_protocol(reader: Open) -> None:
         asked = EvaluationOffer.decode(page.text("json"))
         path = f"/v1/tasks/{asked.task.id}/measurements/{asked.attempt}"
         assert asked.measurement.url == path
-        assert Measurement.decode(page.text("json")).sums["accuracy"] == (52, 60)
+        assert MetricsReport.decode(page.text("json")).sums["accuracy"] == (52, 60)
 
 
 def test_attest_devices(reader: Open) -> None:

@@ -25,7 +25,7 @@ from fedstream.coordinator.gateway.fleet import protobuf
 from fedstream.coordinator.gateway.fleet.files import ConfigScalar
 from fedstream.core.errors import DataError
 from fedstream.core.layout import Model
-from fedstream.core.messages import METRICS
+from fedstream.core.messages import METRIC_CHARS, METRICS
 from fedstream.protocol.flower import loss_of, metrics_of, samples_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ _WIDEST = 16  # bytes of numpy's largest number type
 _HEADER = 16 << 10  # most bytes before an array's numbers; numpy reads no more than 10,000
 _ERROR = re.compile(r"<class '(?:[\w.]*\.)?(\w{1,80})'>")
 CHUNK: Final = 5 << 20  # bytes of an array per object, as in Flower
-_NAME: Final = 200  # characters of a metric's name
 _HEAD: Final = 1 << 20  # most bytes of a head
 
 
@@ -285,10 +284,10 @@ def metrics_of_reply(received: Received, message: str, who: str) -> tuple[int, d
     _, numbers = _records(received, message, who)
     samples = _samples(numbers, who)
     metrics = metrics_of(numbers)
-    if len(metrics) > METRICS or not all(1 <= len(name) <= _NAME for name in metrics):
+    if len(metrics) > METRICS or not all(1 <= len(name) <= METRIC_CHARS for name in metrics):
         raise DataError(
             f"{who} returned {len(metrics)} metrics: expected at most {METRICS}, with names of at "
-            f"most {_NAME} characters"
+            f"most {METRIC_CHARS} characters"
         )
     return samples, {name: (mean * samples, float(samples)) for name, mean in metrics.items()}
 
