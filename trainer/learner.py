@@ -22,6 +22,7 @@ from fedstream.trainer.task import untrained
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
     from torch.utils.data import Dataset
 
     from fedstream.core.formats import Format
@@ -118,10 +119,7 @@ class Learner:
 
         ``memory``: error feedback of the device's last update; None: zero.
         """
-        vector.load(start.model, self._module)
-        if start.local is not None:
-            vector.load_part(start.local, self._module)
-        trained = self.task.train(self._module, self._data(work.device), work)
+        trained = self.task.train(self.load(start), self._data(work.device), work)
         vector.read(self._module, into)
         local = local_values.read(self._module, self.layout)
         took = as_sent(
@@ -135,6 +133,13 @@ class Learner:
         seed = work.seed if sends == "model" else None  # models are dithered, see core/bf16.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest_like(start.digest), local=local)
+
+    def load(self, start: Start) -> nn.Module:
+        """The module with x_tau's values, and the device's own of local tensors."""
+        vector.load(start.model, self._module)
+        if start.local is not None:
+            vector.load_part(start.local, self._module)
+        return self._module
 
     def _loaded(self, device: int) -> Dataset[Any]:
         """The data of a device. Raises DataError if the data is empty, and the task's errors."""
