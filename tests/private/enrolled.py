@@ -1,0 +1,50 @@
+"""Devices that are enrolled in a policy, for the tests of what is private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedstream.private.policy import KeyRoster, PrivacyPolicy, finest_scale
+
+
+def key_of(number: int) -> Ed25519PrivateKey:
+    """The same key for the same number."""
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32))
+
+
+def hex_of(key: Ed25519PrivateKey) -> str:
+    """The public half, as policies name it."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+OWNER, HELPER = key_of(1 << 200), key_of(1 << 201)
+DEVICES = [key_of(1 + device) for device in range(40)]
+ROSTER = KeyRoster.of([key.public_key() for key in DEVICES])
+
+
+def policy_of(**changes: Any) -> PrivacyPolicy:
+    """A valid policy with some other keys."""
+    table = {
+        "roster": ROSTER.digest,
+        "helper": hex_of(HELPER),
+        "parameters": 50,
+        "clip": 1.0,
+        "min_batch": 3,
+        "max_batch": 10,
+        "weights": (1,) * 10,
+        "sigma": 1.0,
+        "participations": 5,
+        **changes,
+    }
+    if "scale_bits" not in table:
+        table["scale_bits"] = finest_scale(
+            table["clip"],
+            table["parameters"],
+            heaviest=table["max_batch"] * max(table["weights"]),
+            sigma=table["sigma"],
+            largest_weight=max(table["weights"]),
+            word_bits=table.get("word_bits", 32),
+        )
+    return PrivacyPolicy(**table)
