@@ -103,6 +103,11 @@ def gateway(config: Config = None, sets: Sets = None, name: ServiceName = None) 
     _serve("gateway", config, sets, name)
 
 
+def helper(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
+    """Open sums of private updates, in another trust domain than the run. Needs no Redis."""
+    _serve("helper", config, sets, name)
+
+
 def sinks(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Write the run to the trackers in \\[\\[sinks]]: TensorBoard, MLflow, Weights & Biases."""
     _serve("sinks", config, sets, name)
