@@ -45,10 +45,12 @@ class HelperStore:
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._database = sqlite3.connect(
-                path, timeout=1.0, isolation_level=None, check_same_thread=False
+                path, timeout=0.2, isolation_level=None, check_same_thread=False
             )
-            for pragma in ("locking_mode=EXCLUSIVE", "synchronous=FULL", "secure_delete=ON"):
+            # Deleted keys stay neither in the file nor in its journal.
+            for pragma in ("secure_delete=ON", "journal_mode=TRUNCATE", "synchronous=FULL"):
                 self._database.execute(f"PRAGMA {pragma}")
+            self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._database.executescript(f"BEGIN EXCLUSIVE;{_TABLES}COMMIT;")
             row = self._database.execute("SELECT digest FROM policy").fetchone()
             if row is None:
@@ -170,13 +172,10 @@ def _written(database: sqlite3.Connection) -> Iterator[None]:
     """A block that is written durably as a whole, or not at all. Raises StoreFailed."""
     try:
         database.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            database.execute("ROLLBACK")
-            raise
+        yield
         database.execute("COMMIT")
     except sqlite3.Error as error:
-        if database.in_transaction:
-            database.execute("ROLLBACK")
         raise StoreFailed(f"helper.store: {error}: make room or mend the disk") from error
+    finally:
+        if database.in_transaction:  # an error of SQLite may have ended it already
+            database.execute("ROLLBACK")

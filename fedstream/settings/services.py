@@ -323,8 +323,11 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
     else:
         service, drain_s = _BUILDERS[role](settings, keys, name)
     # After the gateway was made, which notices renewals.
-    secured = {"gateway": settings.gateway, "helper": settings.helper}
-    tls = secured[role].tls() if role in secured else None
+    tls = None
+    if role == "gateway":
+        tls = settings.gateway.tls()
+    elif role == "helper":
+        tls = settings.helper.tls()
     return serve(
         service,
         http=http_of(role, settings),
