@@ -13,7 +13,7 @@ from fedstream.core.errors import FedstreamError
 from fedstream.private.policy import KeyRoster, PrivacyPolicy
 from fedstream.private.sealing import BadSeal, EpochSecret, Intent
 
-Refusal: TypeAlias = Literal[
+OpenRefusal: TypeAlias = Literal[
     "malformed",  # not an intent, or too long
     "policy",  # another one than ours, for the intent or an update
     "too few",  # updates: fewer than min_batch
@@ -28,13 +28,13 @@ Refusal: TypeAlias = Literal[
     "overlap",  # a task was opened in another batch
     "participation",  # a device would exceed the policy's limit
 ]
-REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
+REFUSALS: Final[tuple[OpenRefusal, ...]] = get_args(OpenRefusal)
 
 
 class NotOpened(FedstreamError):
     """An intent that the helper refuses. ``about``: what the asking program needs to go on."""
 
-    def __init__(self, reason: Refusal, text: str, **about: Any) -> None:
+    def __init__(self, reason: OpenRefusal, text: str, **about: Any) -> None:
         super().__init__(text)
         self.reason = reason
         self.about = about

@@ -19,7 +19,7 @@ from fedstream.core.errors import FedstreamError
 from fedstream.private.noise import keystream
 from fedstream.private.policy import PrivacyPolicy
 
-Words = NDArray[np.uint32]
+MaskWords = NDArray[np.uint32]
 
 SEED_BYTES: Final = 32
 _MOST_DRAWS = 64  # each succeeds with a probability of at least 1 - exp(-1/2)
@@ -69,14 +69,14 @@ def square(values: NDArray[np.int64]) -> int:
     return (parts[0] << 32) + (parts[1] << 17) + parts[2]
 
 
-def masked(values: NDArray[np.int64], seed: bytes) -> Words:
+def masked(values: NDArray[np.int64], seed: bytes) -> MaskWords:
     """Hide integers behind the seed's stream. A seed must never be used twice."""
     total = values.astype(np.uint32)  # modulo 2**32
     add_mask(total, seed, 1)
     return total
 
 
-def add_mask(total: Words, seed: bytes, weight: int) -> None:
+def add_mask(total: MaskWords, seed: bytes, weight: int) -> None:
     """Add the seed's stream ``weight`` times, in place and modulo 2**32."""
     stream, factor = keystream(seed), np.uint32(weight)
     for start in range(0, total.size, _SLICE):
@@ -85,14 +85,14 @@ def add_mask(total: Words, seed: bytes, weight: int) -> None:
         part += mask if weight == 1 else mask * factor
 
 
-def add_masked(total: Words, update: Words, weight: int) -> None:
+def add_masked(total: MaskWords, update: MaskWords, weight: int) -> None:
     """Add a masked update ``weight`` times, in place and modulo 2**32."""
     total += update if weight == 1 else update * np.uint32(weight)
 
 
 def sum_of_masks(
     seeds: Iterable[tuple[bytes, int]], noise: NDArray[np.int64] | None, parameters: int
-) -> Words:
+) -> MaskWords:
     """The helper's M: the seeds' streams by their weights, plus noise.
 
     The memory does not depend on the number of seeds.
@@ -103,7 +103,7 @@ def sum_of_masks(
     return total
 
 
-def unmasked(total: Words, masks: Words, policy: PrivacyPolicy) -> NDArray[np.int64]:
+def unmasked(total: MaskWords, masks: MaskWords, policy: PrivacyPolicy) -> NDArray[np.int64]:
     """The sum of the updates in units, with its noise, from the masked sum and M."""
     unused = np.uint32(32 - policy.word_bits)
     signed = ((total - masks) << unused).view(np.int32)
@@ -131,15 +131,15 @@ def in_model_units(
     return (opened * ldexp(1 / divisor, -policy.scale_bits)).astype(np.float32)
 
 
-def packed(words: Words, policy: PrivacyPolicy) -> bytes:
-    """Words on the wire: little-endian, ``word_bits`` each."""
+def packed(words: MaskWords, policy: PrivacyPolicy) -> bytes:
+    """MaskWords on the wire: little-endian, ``word_bits`` each."""
     data = words.astype("<u4", copy=False)
     if policy.word_bits == 32:
         return data.tobytes()
     return data.view(np.uint8).reshape(-1, 4)[:, : policy.word_bits // 8].tobytes()
 
 
-def unpacked(data: bytes, policy: PrivacyPolicy) -> Words:
+def unpacked(data: bytes, policy: PrivacyPolicy) -> MaskWords:
     """Read what :func:`packed` wrote. Raises BadWords."""
     width = policy.word_bits // 8
     if len(data) != width * policy.parameters:

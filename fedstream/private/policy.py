@@ -77,7 +77,7 @@ class PrivacyPolicy(Section):
     def norm_bound(self) -> int:
         """S': largest norm of a rounded update, in units.
 
-        Kairouz, Liu and Steinke (2021), proposition 26 with beta = exp(-1/2): stochastic rounding
+        Kairouz, Liu and Steinke (2021), theorem 1 with beta = exp(-1/2): stochastic rounding
         stays within it with a probability of at least 1 - beta, whatever the update.
         """
         clip, d = math.ldexp(self.clip, self.scale_bits), self.parameters

@@ -35,7 +35,7 @@ from pydantic import Field
 
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import Count, Id, Message, Name
-from fedstream.private.masks import SEED_BYTES, Words, masked, packed
+from fedstream.private.masks import SEED_BYTES, MaskWords, masked, packed
 from fedstream.private.policy import Hex32, KemName, PrivacyPolicy
 
 SUITES: Final = {
@@ -169,7 +169,7 @@ def seal(
     """
     key.check(policy)
     seed = os.urandom(SEED_BYTES)
-    words: Words = masked(values, seed)
+    words: MaskWords = masked(values, seed)
     data = packed(words, policy)
     unsigned = SealedUpdate(
         run=run,

@@ -22,7 +22,6 @@ import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pydantic import SecretStr, ValidationError
 
 from fedstream.core.errors import ConfigError
@@ -34,34 +33,11 @@ from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochKey, Intent, SealedUpdate, seal
 from fedstream.runtime.http import HttpSettings, application
 from fedstream.runtime.service import Context
-from tests.private.enrolled import DEVICES, HELPER, OWNER, ROSTER, hex_of, key_of, policy_of
+from tests.private.enrolled import DEVICES, OWNER, ROSTER, files, hex_of, key_of, pem_of, policy_of
 from tests.support import context, counted, wait_until
 
 Http = TestClient[web.Request, web.Application]
 Serving = Callable[..., AbstractAsyncContextManager[Http]]
-
-
-def pem_of(key: Any) -> bytes:
-    data: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return data
-
-
-def files(folder: Path, policy: PrivacyPolicy | None = None) -> dict[str, Any]:
-    """Writes a helper's files, and returns its settings."""
-    policy = policy or policy_of()
-    for name, data in {
-        "policy.json": signed(policy, OWNER),
-        "roster.txt": ROSTER.text,
-        "helper.pem": pem_of(HELPER),
-    }.items():
-        (folder / name).write_bytes(data)
-    return {
-        "policy": str(folder / "policy.json"),
-        "owner": hex_of(OWNER),
-        "roster": str(folder / "roster.txt"),
-        "key": str(folder / "helper.pem"),
-        "store": str(folder / "helper.sqlite"),
-    }
 
 
 @asynccontextmanager

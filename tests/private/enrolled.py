@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, finest_scale
+from fedstream.private.policy import KeyRoster, PrivacyPolicy, finest_scale, signed
 
 
 def key_of(number: int) -> Ed25519PrivateKey:
@@ -48,3 +50,26 @@ def policy_of(**changes: Any) -> PrivacyPolicy:
             word_bits=table.get("word_bits", 32),
         )
     return PrivacyPolicy(**table)
+
+
+def pem_of(key: Any) -> bytes:
+    data: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return data
+
+
+def files(folder: Path, policy: PrivacyPolicy | None = None) -> dict[str, Any]:
+    """Writes a helper's files, and returns its settings."""
+    policy = policy or policy_of()
+    for name, data in {
+        "policy.json": signed(policy, OWNER),
+        "roster.txt": ROSTER.text,
+        "helper.pem": pem_of(HELPER),
+    }.items():
+        (folder / name).write_bytes(data)
+    return {
+        "policy": str(folder / "policy.json"),
+        "owner": hex_of(OWNER),
+        "roster": str(folder / "roster.txt"),
+        "key": str(folder / "helper.pem"),
+        "store": str(folder / "helper.sqlite"),
+    }
