@@ -26,7 +26,7 @@ from fedstream.helper.service import Helper
 from fedstream.helper.store import HelperStore
 from fedstream.private import noise
 from fedstream.private.masks import add_masked, check_range, rounded, unmasked, unpacked
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, finest_scale
+from fedstream.private.policy import KeyRoster, PrivacyPolicy
 from fedstream.private.sealing import Intent, SealedUpdate, seal
 
 PARAMETERS, BATCH, TURNS = 61_706, 100, 5
@@ -40,12 +40,11 @@ class Place:
         self.keys = [Ed25519PrivateKey.generate() for _ in range(batch)]
         key = Ed25519PrivateKey.generate()
         roster = KeyRoster.of([one.public_key() for one in self.keys])
-        self.policy = PrivacyPolicy(
+        self.policy = PrivacyPolicy.finest(
             roster=roster.digest,
             helper=key.public_key().public_bytes_raw().hex(),
             parameters=parameters,
             clip=1.0,
-            scale_bits=finest_scale(1.0, parameters, heaviest=batch, sigma=1.0),
             min_batch=batch,
             max_batch=batch,
             weights=(1,) * 10,

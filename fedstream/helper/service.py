@@ -70,7 +70,8 @@ class Helper:
         if changed or not self._epochs:
             self._epochs = self._store.epochs()
             *_, newest = self._epochs.values()
-            self.key: EpochKey = newest.announced(self._policy, self._key)
+            until = int(self._store.began() + self._epoch_s + self._keep_s)
+            self.key: EpochKey = newest.announced(self._policy, self._key, until)
 
     def open(self, intent: Intent) -> bytes:
         """M for an intent, packed: the same bytes for the same intent.

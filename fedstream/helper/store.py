@@ -1,8 +1,9 @@
 """The helper's memory in one SQLite file: its epochs' keys, and every task that it has opened.
 
 The file must never be restored from a backup: a helper that forgot what it has opened would open a
-task in a second batch, and the difference of the two sums can be one device's update. A helper that
-lost the file begins a new epoch; tasks that were sealed to an older one are never opened.
+task in a second batch, and the difference of the two sums can be one device's update. So a copied
+file is refused. A helper that lost the file begins a new epoch; tasks that were sealed to an older
+one are never opened.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedstream.private.policy import PrivacyPolicy
 from fedstream.private.sealing import EpochSecret, Intent
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS policy (digest TEXT);
+CREATE TABLE IF NOT EXISTS policy (digest TEXT, inode INTEGER);
 CREATE TABLE IF NOT EXISTS epochs (
     number INTEGER PRIMARY KEY, epoch TEXT UNIQUE, began REAL, private BLOB, noise BLOB);
 CREATE TABLE IF NOT EXISTS opened (
@@ -44,6 +45,7 @@ class HelperStore:
         self._policy = policy
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            inode = path.stat().st_ino
             self._database = sqlite3.connect(
                 path, timeout=0.2, isolation_level=None, check_same_thread=False
             )
@@ -52,24 +54,38 @@ class HelperStore:
                 self._database.execute(f"PRAGMA {pragma}")
             self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._database.executescript(f"BEGIN EXCLUSIVE;{_TABLES}COMMIT;")
-            row = self._database.execute("SELECT digest FROM policy").fetchone()
+            row = self._database.execute("SELECT digest, inode FROM policy").fetchone()
             if row is None:
-                self._database.execute("INSERT INTO policy VALUES (?)", (policy.digest,))
+                row = (policy.digest, inode)
+                self._database.execute("INSERT INTO policy VALUES (?, ?)", row)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"helper.store = {str(path)!r}: {error}: it must be a writable file, which no "
                 "other helper uses"
             ) from error
-        if row is not None and row[0] != policy.digest:
-            self.close()
-            raise ConfigError(
-                f"helper.store = {str(path)!r} is of the policy {row[0]}, ours is {policy.digest}: "
-                "it counts what devices have spent under one policy; name another file"
+        wrong = None
+        if row[0] != policy.digest:
+            wrong = (
+                f"is of the policy {row[0]}, ours is {policy.digest}: it counts what devices have "
+                "spent under one policy; name another file"
             )
+        elif row[1] != inode:
+            wrong = (
+                "is a copy: it may not know all tasks that were opened, and would open them "
+                "again; name an empty file, and the tasks under way end as `helper lost`"
+            )
+        if wrong is not None:
+            self.close()
+            raise ConfigError(f"helper.store = {str(path)!r} {wrong}")
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+    def began(self) -> float:
+        """When the newest epoch began, in seconds since 1970."""
+        [found] = self._database.execute("SELECT max(began) FROM epochs").fetchone()
+        return float(found)
 
     def epochs(self) -> dict[str, EpochSecret]:
         """The secrets by epoch, oldest first."""

@@ -15,14 +15,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PrivateKey,
     Ed25519PublicKey,
 )
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.private.noise import LARGEST_SIGMA
@@ -80,9 +80,8 @@ class PrivacyPolicy(Section):
         Kairouz, Liu and Steinke (2021), theorem 1 with beta = exp(-1/2): stochastic rounding
         stays within it with a probability of at least 1 - beta, whatever the update.
         """
-        clip, d = math.ldexp(self.clip, self.scale_bits), self.parameters
-        root = math.sqrt(d)
-        square = clip**2 + d / 4 + math.sqrt(2 * 0.5) * (clip + root / 2)
+        clip, root = math.ldexp(self.clip, self.scale_bits), math.sqrt(self.parameters)
+        square = clip**2 + root**2 / 4 + (clip + root / 2)  # sqrt(2 ln(1 / beta)) is 1
         return math.ceil(min(clip + root, math.sqrt(square)))
 
     @property
@@ -114,6 +113,21 @@ class PrivacyPolicy(Section):
     def digest(self) -> str:
         """SHA-256 of the text, in hexadecimal."""
         return hashlib.sha256(self.text).hexdigest()
+
+    @classmethod
+    def finest(cls, **keys: Any) -> PrivacyPolicy:
+        """The policy of the other keys with the largest ``scale_bits`` whose sums fit.
+
+        Raises pydantic's ValidationError if a key is invalid, or if none fits.
+        """
+        lowest, *others = range(-32, 65)
+        found = cls(scale_bits=lowest, **keys)
+        for bits in others:
+            try:
+                found = cls(scale_bits=bits, **keys)
+            except ValidationError:
+                break
+        return found
 
     @classmethod
     def parsed(cls, text: bytes, at: str) -> PrivacyPolicy:
@@ -153,32 +167,6 @@ def read_signed(data: bytes, owner: Ed25519PublicKey, at: str) -> PrivacyPolicy:
             "public key"
         ) from None
     return PrivacyPolicy.parsed(text, at)
-
-
-def finest_scale(
-    clip: float,
-    parameters: int,
-    *,
-    heaviest: int,
-    sigma: float,
-    largest_weight: int = 1,
-    word_bits: int = 32,
-) -> int:
-    """The largest ``scale_bits`` whose sums fit the word. ``heaviest``: a batch's largest weight.
-
-    Raises ConfigError if none does.
-    """
-    for bits in range(64, -33, -1):
-        units = math.ldexp(clip, bits)
-        bound = math.sqrt(units**2 + parameters / 4 + units + math.sqrt(parameters) / 2) + 1
-        noise = sigma * largest_weight * bound
-        fits = heaviest * bound + DEVIATIONS * noise < 1 << (word_bits - 1)
-        if fits and noise <= LARGEST_SIGMA:
-            return bits
-    raise ConfigError(
-        f"no scale fits sums of weight {heaviest} of {parameters} values into {word_bits} bits: "
-        "take longer words, smaller batches or a smaller sigma"
-    )
 
 
 @dataclass(frozen=True)

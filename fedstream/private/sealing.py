@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
@@ -56,19 +57,26 @@ class EpochKey(Message):
     kind: ClassVar[str] = "epoch key"
     epoch: Id
     policy: Hex32
+    until: Count  # seconds since 1970; the secret half is deleted then
     public: Annotated[bytes, Field(max_length=2000)]
     signature: Signature64
 
-    def check(self, policy: PrivacyPolicy) -> None:
-        """Check, on a device, that the helper of ``policy`` made this key. Raises BadSeal."""
+    def check(self, policy: PrivacyPolicy, now: float) -> None:
+        """Check, on a device, that the helper of ``policy`` uses this key now. Raises BadSeal."""
         if self.policy != policy.digest:
             raise BadSeal(f"the helper's key is for policy {self.policy}, ours is {policy.digest}")
-        signed = _signed_key(self.epoch, self.policy, self.public)
-        _verify(policy.helper, self.signature, signed, "the epoch's key is not the helper's")
+        said = "the epoch's key is not the helper's"
+        _verify(policy.helper, self.signature, self.signed, said)
+        if now >= self.until:
+            raise BadSeal(
+                "the epoch's key has expired: fetch the helper's newest, or set the clock"
+            )
 
-
-def _signed_key(epoch: str, policy: str, public: bytes) -> bytes:
-    return b"fedstream epoch 1\0" + _packed([epoch, policy, public])
+    @property
+    def signed(self) -> bytes:
+        """The bytes that the helper signs."""
+        about = [self.epoch, self.policy, self.until, self.public]
+        return b"fedstream epoch 1\0" + _packed(about)
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,17 @@ class EpochSecret:
             private = MLKEM768PrivateKey.generate().private_bytes_raw() + private
         return cls(os.urandom(16).hex(), private, os.urandom(32))
 
-    def announced(self, policy: PrivacyPolicy, helper: Ed25519PrivateKey) -> EpochKey:
+    def announced(self, policy: PrivacyPolicy, helper: Ed25519PrivateKey, until: int) -> EpochKey:
         """The public half, signed by the helper's key."""
-        *first, last = self._keys()
-        public = b"".join(one.public_key().public_bytes_raw() for one in (*first, last))
-        signature = helper.sign(_signed_key(self.epoch, policy.digest, public))
-        return EpochKey(epoch=self.epoch, policy=policy.digest, public=public, signature=signature)
+        public = b"".join(one.public_key().public_bytes_raw() for one in self._keys())
+        unsigned = EpochKey(
+            epoch=self.epoch,
+            policy=policy.digest,
+            until=until,
+            public=public,
+            signature=bytes(64),
+        )
+        return unsigned.model_copy(update={"signature": helper.sign(unsigned.signed)})
 
     def seed_of(self, update: SealedUpdate, kem: KemName) -> bytes:
         """Open the seed of an update. Raises BadSeal."""
@@ -161,13 +174,15 @@ def seal(
     device: int,
     tau: int,
     layout: str,
+    now: float | None = None,
 ) -> tuple[bytes, SealedUpdate]:
     """Mask a rounded update by a fresh seed; return the packed words and the sealed update.
 
     Every call draws another seed: call it again for every attempt, since two updates by one seed
-    give their difference away. Raises BadSeal if ``key`` is not of the policy's helper.
+    give their difference away. ``now``: seconds since 1970; None: by this machine's clock. Raises
+    BadSeal if ``key`` is not of the policy's helper, or too old.
     """
-    key.check(policy)
+    key.check(policy, time.time() if now is None else now)
     seed = os.urandom(SEED_BYTES)
     words: MaskWords = masked(values, seed)
     data = packed(words, policy)

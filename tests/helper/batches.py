@@ -52,7 +52,7 @@ class Batches:
         rng = np.random.default_rng([device, len(task)])
         delta = rng.standard_normal(self.policy.parameters).astype(np.float32)
         values = rounded(delta, self.policy, rng)
-        given = {"run": RUN, "attempt": "1", "tau": 7, "layout": "layout", **about}
+        given = {"run": RUN, "attempt": "1", "tau": 7, "layout": "layout", "now": self.now, **about}
         data, update = seal(
             values,
             self.policy,

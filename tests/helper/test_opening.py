@@ -14,7 +14,7 @@ from fedstream.helper.service import Helper
 from fedstream.private import noise
 from fedstream.private.masks import masked
 from fedstream.private.policy import KeyRoster
-from fedstream.private.sealing import Intent
+from fedstream.private.sealing import BadSeal, Intent
 from tests.helper.batches import Batches
 from tests.helper.conftest import Make
 from tests.private.enrolled import DEVICES, HELPER, ROSTER, key_of, policy_of
@@ -228,6 +228,17 @@ def test_an_epochs_updates_are_opened_until_its_key_is_deleted(batches: Batches)
     assert refused(batches, batches.intent(*early[1:], late[0])).reason == "helper lost"
 
 
+def test_devices_seal_to_a_key_until_it_is_deleted(batches: Batches) -> None:
+    old = batches.helper.key
+    assert old.until == 1000 + 100 + 100
+    batches.now += 100.5
+    batches.helper.rotate()
+    batches.now = old.until
+    with pytest.raises(BadSeal, match="expired"):
+        old.check(batches.policy, batches.now)
+    batches.helper.key.check(batches.policy, batches.now)
+
+
 def test_a_deleted_key_is_in_no_file(batches: Batches) -> None:
     def written() -> bytes:
         return b"".join(one.read_bytes() for one in batches.path.parent.iterdir())
@@ -253,7 +264,7 @@ def test_a_helper_that_lost_its_store_opens_nothing_old(batches: Batches) -> Non
 
 
 def test_a_store_that_went_back_in_time_opens_a_task_twice(make: Make) -> None:
-    """Why a store is never restored from a backup; it is the one hole that the helper can't see."""
+    """Why a store is never restored: of a snapshot of the disk, the helper can't know."""
     batches = make(sigma=0.0)
     updates = [batches.trained(device) for device in range(4)]
     backup = batches.path.read_bytes()

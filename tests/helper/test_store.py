@@ -28,6 +28,18 @@ def test_a_file_of_another_policy_is_refused(batches: Batches) -> None:
     batches.start()
 
 
+def test_a_copied_file_is_refused(batches: Batches) -> None:
+    """A backup that was put back would have forgotten what was opened since."""
+    batches.store.close()
+    backup = batches.path.with_name("backup.sqlite")
+    backup.write_bytes(batches.path.read_bytes())
+    backup.rename(batches.path)
+    with pytest.raises(ConfigError, match="is a copy: it may not know all tasks"):
+        HelperStore(batches.path, batches.policy)
+    batches.path.unlink()
+    batches.start()
+
+
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("not a database" * 100)

@@ -8,7 +8,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, finest_scale, signed
+from fedstream.private.policy import KeyRoster, PrivacyPolicy, signed
 
 
 def key_of(number: int) -> Ed25519PrivateKey:
@@ -40,16 +40,9 @@ def policy_of(**changes: Any) -> PrivacyPolicy:
         "participations": 5,
         **changes,
     }
-    if "scale_bits" not in table:
-        table["scale_bits"] = finest_scale(
-            table["clip"],
-            table["parameters"],
-            heaviest=table["max_batch"] * max(table["weights"]),
-            sigma=table["sigma"],
-            largest_weight=max(table["weights"]),
-            word_bits=table.get("word_bits", 32),
-        )
-    return PrivacyPolicy(**table)
+    if "scale_bits" in table:
+        return PrivacyPolicy(**table)
+    return PrivacyPolicy.finest(**table)
 
 
 def pem_of(key: Any) -> bytes:

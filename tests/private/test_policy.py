@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from fedstream.core.errors import ConfigError
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, finest_scale, read_signed, signed
+from fedstream.private.policy import KeyRoster, PrivacyPolicy, read_signed, signed
 from tests.private.enrolled import DEVICES, OWNER, ROSTER, key_of, policy_of
 
 
@@ -80,17 +80,17 @@ def test_what_cannot_be_opened_exactly_is_no_policy(changes: dict[str, Any], say
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 4.0])
 def test_the_finest_scale_is_valid_and_the_next_one_is_not(word_bits: Any, sigma: float) -> None:
     keys = {"word_bits": word_bits, "sigma": sigma, "weights": (3, 1), "parameters": 61_706}
-    bits = finest_scale(
-        1.0, 61_706, heaviest=30, sigma=sigma, largest_weight=3, word_bits=word_bits
-    )
+    bits = policy_of(**keys).scale_bits
     policy_of(**keys, scale_bits=bits)
     with pytest.raises(ValidationError):
-        policy_of(**keys, scale_bits=bits + 2)
+        policy_of(**keys, scale_bits=bits + 1)
 
 
 def test_sums_that_fit_no_word_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no scale fits sums of weight 10000"):
-        finest_scale(1.0, 10**9, heaviest=10_000, sigma=0, word_bits=16)
+    with pytest.raises(ValidationError, match="may not fit 16 bits"):
+        policy_of(parameters=10**9, max_batch=10_000, sigma=0.0, word_bits=16)
+    with pytest.raises(ValidationError, match="clip"):
+        policy_of(clip=-1.0)
 
 
 def test_a_roster_has_one_text() -> None:

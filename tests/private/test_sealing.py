@@ -19,6 +19,7 @@ from tests.private.enrolled import DEVICES, HELPER, key_of, policy_of
 
 POLICY = policy_of()
 SECRET = EpochSecret.new("x25519")
+UNTIL = 1 << 40
 ABOUT: dict[str, Any] = {
     "run": "lineage",
     "task": "task-1",
@@ -33,7 +34,7 @@ VALUES = np.arange(50)
 def sealed(
     policy: PrivacyPolicy = POLICY, secret: EpochSecret = SECRET
 ) -> tuple[bytes, SealedUpdate]:
-    return seal(VALUES, policy, secret.announced(policy, HELPER), DEVICES[4], **ABOUT)
+    return seal(VALUES, policy, secret.announced(policy, HELPER, UNTIL), DEVICES[4], **ABOUT)
 
 
 class Rfc9180:
@@ -166,13 +167,16 @@ def test_a_seed_of_another_length_is_refused() -> None:
 
 def test_a_device_seals_to_its_policys_helper_alone() -> None:
     """A server that passes on a key of its own would open everything."""
-    theirs = SECRET.announced(POLICY, key_of(77))
+    theirs = SECRET.announced(POLICY, key_of(77), UNTIL)
     with pytest.raises(BadSeal, match="the epoch's key is not the helper's"):
         seal(VALUES, POLICY, theirs, DEVICES[4], **ABOUT)
-    genuine = SECRET.announced(POLICY, HELPER)
-    swapped = genuine.model_copy(update={"public": bytes(32)})
-    with pytest.raises(BadSeal, match="the epoch's key is not the helper's"):
-        seal(VALUES, POLICY, swapped, DEVICES[4], **ABOUT)
+    genuine = SECRET.announced(POLICY, HELPER, UNTIL)
+    for change in ({"public": bytes(32)}, {"epoch": "other"}, {"until": UNTIL + 1}):
+        swapped = genuine.model_copy(update=change)
+        with pytest.raises(BadSeal, match="the epoch's key is not the helper's"):
+            seal(VALUES, POLICY, swapped, DEVICES[4], **ABOUT)
+    with pytest.raises(BadSeal, match="the epoch's key has expired"):
+        seal(VALUES, POLICY, genuine, DEVICES[4], **ABOUT, now=UNTIL)
     with pytest.raises(BadSeal, match="the helper's key is for policy"):
         seal(VALUES, policy_of(sigma=0.5), genuine, DEVICES[4], **ABOUT)
 
@@ -180,7 +184,7 @@ def test_a_device_seals_to_its_policys_helper_alone() -> None:
 def test_messages_survive_the_wire() -> None:
     _, update = sealed()
     assert SealedUpdate.decode(update.encode()) == update
-    key = SECRET.announced(POLICY, HELPER)
+    key = SECRET.announced(POLICY, HELPER, UNTIL)
     assert EpochKey.decode(key.encode()) == key
     intent = Intent(run="r", policy=POLICY.digest, version=8, updates=(update,), weights=(1,))
     again = Intent.decode(intent.encode())
