@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 5.0  # between two checks of the epoch's age
 _UPDATE_BYTES = 4096  # of a sealed update in an intent, at most
+_AT_ONCE = 4  # intents in memory; more are answered 503
 INTENT_HEADER = "Fedstream-Intent"  # of an answer: the intent's digest
 BYTES = "application/octet-stream"
 
@@ -127,6 +128,7 @@ class HelperService:
             keep_s=settings.keep_s,
         )
         self._worker: Worker | None = None
+        self._asked = 0  # intents in memory
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The routes for devices' operators, gateways and the updater."""
@@ -165,12 +167,21 @@ class HelperService:
     async def _open(self, request: web.Request) -> web.StreamResponse:
         if self._token is not None and not _has_token(request, self._token.get_secret_value()):
             return problem(401, "this helper needs Authorization: Bearer TOKEN", reason="token")
-        if self._worker is None:
-            return problem(503, "the helper starts or stops", reason="busy", retry_after_s=1)
+        worker = self._worker
+        if worker is None or self._asked >= _AT_ONCE:
+            said = "too many intents at once" if worker else "the helper starts or stops"
+            return problem(503, said, reason="busy", retry_after_s=1)
+        self._asked += 1
+        try:
+            return await self._answer(request, worker)
+        finally:
+            self._asked -= 1
+
+    async def _answer(self, request: web.Request, worker: Worker) -> web.StreamResponse:
         try:
             intent = Intent.decode(await self._body(request))
             with self._metrics.seconds.time():
-                masks = await self._worker.run(self.helper.open, intent)
+                masks = await worker.run(self.helper.open, intent)
         except StoreFailed as error:
             self._context.log.warning("not opened", reason="store", error=str(error))
             return problem(503, str(error), reason="store", retry_after_s=5)

@@ -136,6 +136,27 @@ async def test_a_body_that_does_not_end_is_refused(tmp_path: Path) -> None:
         assert "longer than 0.05 s" in (await answer.json())["error"]
 
 
+async def test_more_intents_than_fit_in_memory_wait_outside(tmp_path: Path) -> None:
+    end = asyncio.Event()
+
+    async def held() -> AsyncIterator[bytes]:
+        yield b"begun"
+        await end.wait()
+
+    async with serving(tmp_path) as http:
+        asked = [asyncio.create_task(http.post("/v1/open", data=held())) for _ in range(4)]
+        busy = await wait_until(lambda: _is_busy(http))
+        assert (busy["reason"], busy["error"]) == ("busy", "too many intents at once")
+        end.set()
+        assert {(await one).status for one in asked} == {409}
+        assert (await http.post("/v1/open", data=b"")).status == 409
+
+
+async def _is_busy(http: Http) -> Any:
+    answer = await http.post("/v1/open", data=b"")
+    return await answer.json() if answer.status == 503 else None
+
+
 async def test_a_token_is_asked_for_where_one_is_set(tmp_path: Path) -> None:
     http = HttpSettings(token=SecretStr("a-secret-of-some-length"))
     async with serving(tmp_path, http) as client:
