@@ -42,9 +42,9 @@ class NotOpened(FedstreamError):
 
 def check_intent(intent: Intent, policy: PrivacyPolicy, roster: KeyRoster) -> None:
     """Check all that the intent itself shows, signatures included. Raises NotOpened."""
-    updates = intent.updates
-    if intent.policy != policy.digest:
-        raise NotOpened("policy", f"the intent names policy {intent.policy}, not {policy.digest}")
+    updates, digest = intent.updates, policy.digest
+    if intent.policy != digest:
+        raise NotOpened("policy", f"the intent names policy {intent.policy}, not {digest}")
     if len(updates) < policy.min_batch:
         raise NotOpened(
             "too few", f"{len(updates)} updates, at least {policy.min_batch} are opened"
@@ -65,7 +65,7 @@ def check_intent(intent: Intent, policy: PrivacyPolicy, roster: KeyRoster) -> No
     if {one.run for one in updates} != {intent.run} or len(layouts) > 1:
         raise NotOpened("mixed", "the updates are of several runs or model layouts")
     for update in updates:
-        if update.policy != policy.digest:
+        if update.policy != digest:
             raise NotOpened(
                 "policy", f"task {update.task} was sealed under another policy", task=update.task
             )

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 5.0  # between two checks of the epoch's age
 _UPDATE_BYTES = 4096  # of a sealed update in an intent, at most
+_SLOW_S = 600.0  # longest opening; epochs are rotated between two of them
 _AT_ONCE = 4  # intents in memory; more are answered 503
 INTENT_HEADER = "Fedstream-Intent"  # of an answer: the intent's digest
 BYTES = "application/octet-stream"
@@ -145,7 +146,7 @@ class HelperService:
         with Worker("opening") as worker:
             self._worker = worker
             try:
-                await repeat(context, "epochs", self._rotate)
+                await repeat(context, "epochs", self._rotate, within_s=_SLOW_S)
             finally:
                 await worker.run(self._store.close)  # after the queued openings
                 self._worker = None

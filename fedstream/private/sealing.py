@@ -13,6 +13,7 @@ import hashlib
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final
 
 import msgpack
@@ -97,7 +98,7 @@ class EpochSecret:
 
     def announced(self, policy: PrivacyPolicy, helper: Ed25519PrivateKey, until: int) -> EpochKey:
         """The public half, signed by the helper's key."""
-        public = b"".join(one.public_key().public_bytes_raw() for one in self._keys())
+        public = b"".join(one.public_key().public_bytes_raw() for one in self._keys)
         unsigned = EpochKey(
             epoch=self.epoch,
             policy=policy.digest,
@@ -109,7 +110,7 @@ class EpochSecret:
 
     def seed_of(self, update: SealedUpdate, kem: KemName) -> bytes:
         """Open the seed of an update. Raises BadSeal."""
-        *first, last = self._keys()
+        *first, last = self._keys
         private = MLKEM768X25519PrivateKey(first[0], last) if first else last
         try:
             seed = SUITES[kem].decrypt(update.seed, private, update.bound)
@@ -121,6 +122,7 @@ class EpochSecret:
             raise BadSeal(f"task {update.task}: a seed of {len(seed)} bytes, not {SEED_BYTES}")
         return seed
 
+    @cached_property
     def _keys(self) -> tuple[Any, ...]:
         last = X25519PrivateKey.from_private_bytes(self.private[-_X25519_BYTES:])
         first = self.private[:-_X25519_BYTES]
