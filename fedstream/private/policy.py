@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
@@ -33,6 +34,7 @@ KemName = Literal["x25519", "mlkem768-x25519"]
 
 DEVIATIONS: Final = 12.0  # of the noise within the range; more have a chance below 2**-100
 _SIGNED = b"fedstream policy 1\n"
+_ROSTER_LINE = re.compile(rb"(0|[1-9][0-9]{0,9}) ([0-9a-f]{64})")
 
 
 class PrivacyPolicy(Section):
@@ -202,14 +204,14 @@ class KeyRoster:
         owners: dict[bytes, int] = {}
         for number, line in enumerate(text.splitlines(), 1):
             here = f"{at}, line {number}"
-            device, _, key = line.partition(b" ")
+            read = _ROSTER_LINE.fullmatch(line)
             try:
-                found, raw = int(device), bytes.fromhex(key.decode())
+                found, raw = (int(read[1]), bytes.fromhex(read[2].decode())) if read else (0, b"")
                 Ed25519PublicKey.from_public_bytes(raw)
             except ValueError:
                 raise ConfigError(
                     f"{here}: expected a device's number, a space and its Ed25519 public key in "
-                    "64 hexadecimal digits"
+                    "64 hexadecimal digits, in lower case"
                 ) from None
             if keys and found <= max(keys):
                 raise ConfigError(f"{here}: device {found} is not in the order of the numbers")
@@ -221,5 +223,5 @@ class KeyRoster:
             keys[found], owners[raw] = raw, found
         roster = cls(keys)
         if roster.text != text:
-            raise ConfigError(f"{at}: write numbers without zeros in front and keys in lower case")
+            raise ConfigError(f"{at}: end each line, also the last one, with a line feed")
         return roster

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final
 
@@ -85,8 +85,9 @@ class EpochSecret:
     """What opens the sealed updates of an epoch, and selects its noise."""
 
     epoch: str
-    private: bytes  # X25519's 32 bytes, behind those of ML-KEM's seed if the policy is hybrid
-    noise: bytes  # key of :func:`fedstream.private.noise.noise_key`
+    # X25519's 32 bytes, behind those of ML-KEM's seed if the policy is hybrid.
+    private: bytes = field(repr=False)
+    noise: bytes = field(repr=False)  # key of :func:`fedstream.private.noise.noise_key`
 
     @classmethod
     def new(cls, kem: KemName) -> EpochSecret:

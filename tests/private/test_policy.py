@@ -105,7 +105,11 @@ def test_a_roster_with_a_device_or_key_twice_is_refused_by_line() -> None:
         (second + first, "roster.txt, line 2: device 0 is not in the order"),
         (first + b"1" + first[1:], "roster.txt, line 2: device 1 has the key of device 0"),
         (b"0 abc\n", "roster.txt, line 1: expected a device's number"),
-        (b"00" + first[1:], "roster.txt: write numbers without zeros"),
+        (b"00" + first[1:], "roster.txt, line 1: expected a device's number"),
+        (b"-1" + first[1:], "roster.txt, line 1: expected a device's number"),
+        (first.upper(), "roster.txt, line 1: expected .* in lower case"),
+        (first + second.rstrip(), "roster.txt: end each line"),
+        (first.replace(b"\n", b"\r\n"), "roster.txt: end each line"),
     ]:
         with pytest.raises(ConfigError, match=says):
             KeyRoster.parsed(text, "roster.txt")

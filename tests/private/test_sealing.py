@@ -98,6 +98,9 @@ def test_a_hybrid_seal_is_opened_by_both_keys() -> None:
     assert len(update.seed) == 1168
     seed = secret.seed_of(update, "mlkem768-x25519")
     np.testing.assert_array_equal(unpacked(data, policy), masked(VALUES, seed))
+    for damaged in (b"", update.seed[:500], bytes(1168)):
+        with pytest.raises(BadSeal):
+            secret.seed_of(update.model_copy(update={"seed": damaged}), "mlkem768-x25519")
     other = EpochSecret(secret.epoch, secret.private[:64] + SECRET.private, secret.noise)
     with pytest.raises(BadSeal, match="task task-1: the seed was not sealed"):
         other.seed_of(update, "mlkem768-x25519")
@@ -140,6 +143,10 @@ def test_a_sealed_update_serves_in_no_other_place(field: str) -> None:
 def test_each_field_is_bound() -> None:
     bound = set(SealedUpdate.model_fields) - {"seed", "signature"}
     assert set(CHANGES) == bound
+
+
+def test_a_secret_is_not_printed() -> None:
+    assert repr(SECRET) == f"EpochSecret(epoch={SECRET.epoch!r})"
 
 
 def test_another_epochs_secret_opens_nothing() -> None:
