@@ -21,7 +21,7 @@ OpenRefusal: TypeAlias = Literal[
     "weights",  # not the policy's for the staleness, or too unequal
     "mixed",  # updates of several runs or layouts
     "twice",  # a device or a task is named twice
-    "unknown device",  # it is not in the roster
+    "not in roster",  # a device of which the data owners don't know
     "signature",  # not the device's
     "seal",  # a seed that was sealed for another update
     "helper lost",  # sealed to an epoch whose key is gone
@@ -72,7 +72,7 @@ def check_intent(intent: Intent, policy: PrivacyPolicy, roster: KeyRoster) -> No
         key = roster.keys.get(update.device)
         if key is None:
             raise NotOpened(
-                "unknown device",
+                "not in roster",
                 f"task {update.task}: device {update.device} is not in the roster",
                 task=update.task,
             )

@@ -100,7 +100,7 @@ def test_a_victim_is_not_hidden_among_invented_devices(batches: Batches) -> None
     assert refused(batches, batches.intent(victim, other, resigned)).reason == "signature"
     stranger = invented.model_copy(update={"device": 77})
     stranger = stranger.model_copy(update={"signature": thief.sign(stranger.signed)})
-    assert refused(batches, batches.intent(victim, other, stranger)).reason == "unknown device"
+    assert refused(batches, batches.intent(victim, other, stranger)).reason == "not in roster"
 
 
 def test_a_task_named_twice_is_refused(batches: Batches) -> None:
