@@ -74,7 +74,7 @@ def test_the_convolution_is_within_its_distance_of_the_discrete_gaussian(sigma: 
 
 @pytest.mark.parametrize("sigma", [0.7, 40.0, 4096.5, 2.0**21])
 def test_draws_have_the_distribution(sigma: float) -> None:
-    """Sixteen classes by the Gaussian's quantiles; 30.6 is exceeded once in 100."""
+    """By chi-square, within four of its standard deviations; and the mean is 0."""
     count = 200_000
     found = draw(KEY, count, sigma)
     assert found.mean() == pytest.approx(0, abs=4 * sigma / math.sqrt(count))
