@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedstream.core.errors import BadMessage
 from fedstream.helper.opening import NotOpened
 from fedstream.helper.service import Helper
 from fedstream.private import noise
@@ -151,6 +152,21 @@ def test_what_a_device_did_not_say_is_not_opened(batches: Batches, field: str, v
     *updates, last = map(batches.trained, range(4))
     moved = last.model_copy(update={field: value})
     assert refused(batches, batches.intent(*updates, moved)).reason == "signature"
+
+
+def test_no_byte_of_an_intent_may_change(batches: Batches) -> None:
+    """Whatever arrives is refused with a reason, and never raises anything else."""
+    intent = batches.intent(*map(batches.trained, range(3)))
+    data, rng = intent.encode(), np.random.default_rng(0)
+    for _ in range(300):
+        changed = bytearray(data)
+        changed[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+        try:
+            found = Intent.decode(bytes(changed))
+        except BadMessage:
+            continue
+        if found != intent:  # a field that the schema ignores
+            refused(batches, found)
 
 
 def test_a_seed_that_another_device_seals_again_is_not_opened(batches: Batches) -> None:
