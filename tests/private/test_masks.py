@@ -23,6 +23,7 @@ from fedstream.private.masks import (
     unmasked,
     unpacked,
 )
+from fedstream.private.noise import draw
 from fedstream.private.policy import PrivacyPolicy
 from tests.private.enrolled import policy_of
 
@@ -179,6 +180,15 @@ def test_one_malformed_update_is_found_in_the_sum() -> None:
     updates[2] = rng.integers(-(2**31), 2**31, 1000)
     with pytest.raises(SumOutOfRange, match="malformed"):
         check_range(opened(updates, [1] * 5, policy), 5, policy)
+
+
+def test_noise_is_in_range() -> None:
+    policy = policy_of(parameters=10_000)
+    noise = draw(bytes(32), 10_000, policy.noise_sigma)
+    check_range(noise, 3, policy)
+    assert square(noise) > (3 * policy.norm_bound) ** 2
+    with pytest.raises(SumOutOfRange):
+        check_range(3 * noise, 3, policy)
 
 
 def test_the_largest_honest_sum_is_in_range() -> None:

@@ -86,6 +86,15 @@ def test_the_finest_scale_is_valid_and_the_next_one_is_not(word_bits: Any, sigma
         policy_of(**keys, scale_bits=bits + 1)
 
 
+def test_noise_and_range_are_for_the_largest_weight() -> None:
+    """A device at weight 15 changes a sum by 15 S', and a whole batch may have that weight."""
+    flat, heavy = policy_of(scale_bits=4), policy_of(scale_bits=4, weights=(15, 1))
+    assert heavy.noise_sigma == 15 * flat.noise_sigma == 15 * heavy.norm_bound * heavy.sigma
+    finest = policy_of(weights=(15, 1))
+    assert finest.max_batch * 15 * finest.norm_bound + 12 * finest.noise_sigma < 1 << 31
+    assert heavy.allowance == flat.allowance * 225
+
+
 def test_sums_that_fit_no_word_are_refused() -> None:
     with pytest.raises(ValidationError, match="may not fit 16 bits"):
         policy_of(parameters=10**9, max_batch=10_000, sigma=0.0, word_bits=16)
