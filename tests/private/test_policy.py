@@ -90,8 +90,8 @@ def test_noise_and_range_are_for_the_largest_weight() -> None:
     """A device at weight 15 changes a sum by 15 S', and a whole batch may have that weight."""
     flat, heavy = policy_of(scale_bits=4), policy_of(scale_bits=4, weights=(15, 1))
     assert heavy.noise_sigma == 15 * flat.noise_sigma == 15 * heavy.norm_bound * heavy.sigma
-    finest = policy_of(weights=(15, 1))
-    assert finest.max_batch * 15 * finest.norm_bound + 12 * finest.noise_sigma < 1 << 31
+    finest = policy_of(weights=(15, 1), sigma=0.0)
+    assert 1 << 30 <= finest.max_batch * 15 * finest.norm_bound * 2 < 1 << 32
     assert heavy.allowance == flat.allowance * 225
 
 
