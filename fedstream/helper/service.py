@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PrivateKey,
     Ed25519PublicKey,
@@ -250,7 +251,7 @@ def _content(settings: HelperSettings, key: str) -> bytes:
 def _private_key(pem: bytes, at: str, policy: PrivacyPolicy) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{at}: not an Ed25519 private key in PEM without a password")
