@@ -218,6 +218,8 @@ def test_a_device_takes_part_as_often_as_the_policy_allows(make: Make) -> None:
 
 def test_small_weights_spend_less(make: Make) -> None:
     batches = make(participations=1, weights=(2, 1))
+    batches.helper.open(batches.intent(*map(batches.trained, (3, 4, 5))))
+    assert batches.store.spent(3) == (4, 1)
     for number in range(4):
         updates = [batches.trained(device, f"t{number}-{device}", tau=6) for device in (0, 1, 2)]
         batches.helper.open(batches.intent(*updates))
@@ -296,9 +298,9 @@ def test_a_store_that_went_back_in_time_opens_a_task_twice(make: Make) -> None:
 
 
 def test_the_memory_does_not_depend_on_the_number_of_updates(make: Make) -> None:
-    batches = make(parameters=300_000, max_batch=40, sigma=0.5)
+    batches = make(parameters=100_000, max_batch=20, sigma=0.5)
     peaks = []
-    for begin, end in ((0, 4), (4, 40)):
+    for begin, end in ((0, 4), (4, 24)):
         intent = batches.intent(*map(batches.trained, range(begin, end)))
         batches.sent.clear()
         tracemalloc.start()
