@@ -200,7 +200,7 @@ async def test_evaluation_that_is_over_is_not_offered(redis: RedisSettings, hand
 
 
 async def test_last_version_is_evaluated_after_the_runs_end(
-    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+    redis: RedisSettings, hand: Hand
 ) -> None:
     """Devices are not sent home before; but no device begins to train any more."""
     await hand.create()
@@ -219,5 +219,7 @@ async def test_last_version_is_evaluated_after_the_runs_end(
         await evaluates(hand, 3)
         await measures(place, await waiting)
         await outcomes(hand, measured=2)
-        monkeypatch.setattr("fedstream.coordinator.gateway.tasks._LAST_S", 0.0)
-        assert (await place.check_in(3, wait_s=50, evaluates=True)).json["reason"] == "run over"
+        waits = asyncio.create_task(place.check_in(3, wait_s=50, evaluates=True))
+        await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
+        place.context.stop.set()
+        assert (await waits).json["reason"] == "run over", "also if the gateway stops before"
