@@ -336,7 +336,7 @@ class Scheduler:
 
 
 def kept(view: Tally) -> int:
-    """The size, in models, of the published versions and devices' vectors in Redis."""
+    """The size, in models, of published versions, unshared values and devices' vectors in Redis."""
     layout = view.run.layout
     return -(-view.kept_bytes // max(1, layout.nbytes)) + vectors(layout, view.run.devices)
 

@@ -126,9 +126,9 @@ def _begun(
     task: Trainable, model: nn.Module, trained: list[nn.Parameter], data: Dataset[Any], work: Work
 ) -> _Descent:
     """Begin training, or resume it from the workspace."""
-    saved = work.resume
-    if saved is None:
-        return _Descent(task, model, trained, data, work)
+    saved, is_first = work.resume, next(work.descents) == 0
+    if saved is None or not is_first:  # the workspace of a task's first descent
+        return _Descent(task, model, trained, data, work, saves=is_first)
     x, x_tau = saved.models(layout_of(model))
     load(x_tau, model)
     work = replace(
@@ -156,8 +156,12 @@ class _Descent:
         trained: list[nn.Parameter],
         data: Dataset[Any],
         work: Work,
+        *,
+        saves: bool = True,
     ) -> None:
+        """``saves``: whether to leave a workspace when interrupted."""
         solver = work.solver
+        self._saves = saves
         self._task, self._work, self._solver = task, work, solver
         self._model, self._trained = model, trained
         samples = size_of(data, work.device)
@@ -293,7 +297,8 @@ class _Descent:
     def stop(self) -> Workspace | None:
         """Return a workspace to resume from, and reset the model to x_tau.
 
-        None if the state of an optimizer cannot be saved: training then begins anew.
+        None in a later descent of the task, which began elsewhere than at x_tau, and if the state
+        of an optimizer cannot be saved: training then begins anew.
         """
         self._forget_gradients()
         layout = layout_of(self._model)
@@ -306,7 +311,7 @@ class _Descent:
         read(self._model, x_tau)
         state, position = self._batches.place
         states = optimizers.encoded(self._optimizers, self._schedulers)
-        if states is None:
+        if states is None or not self._saves:
             return None
         return Workspace(
             **self._about,

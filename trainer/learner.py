@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,6 +122,7 @@ class Learner:
         ``memory``: error feedback of the device's last update; None: zero.
         """
         module = self._loaded_with(start.model, start.local)
+        work = replace(work, descents=count())
         trained = self.task.train(module, self._data(work.device), work)
         vector.read(self._module, into)
         local = local_values.read(self._module, self.layout)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Model
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ def layout_of(layout: Layout) -> Layout | None:
     if layout.unshared is None or not layout.unshared.local:
         return None
     return layout.unshared.of_devices
+
+
+def check_room(layout: Layout, devices: int, most: int) -> None:
+    """Raise ConfigError if the values of so many devices may exceed ``trainer.local_bytes``."""
+    local = layout_of(layout)
+    if local is not None and devices * local.nbytes > most:
+        raise ConfigError(
+            f"trainer.local_bytes = {most}: the local tensors of {devices} devices have "
+            f"{devices * local.nbytes} bytes (Task.local): allow as many, or name fewer tensors"
+        )
 
 
 def read(module: nn.Module, layout: Layout) -> Model | None:

@@ -234,34 +234,32 @@ class LocalValues:
         run: Run,
         log: FilteringBoundLogger,
     ) -> None:
-        """Raises ConfigError if all devices' values may exceed ``trainer.local_bytes``."""
+        """Raises ConfigError if all devices' values may exceed ``trainer.local_bytes``, and if
+        their folder cannot be made.
+        """
         self._client = client
         self._keys = keys
         self._settings = settings
         self._layout = run.layout
         self._log = log
         self._folder: Path | None = None
-        if (local := local_values.layout_of(run.layout)) is None:
-            return
         devices = len(settings.owns) or run.devices
-        if devices * local.nbytes > settings.local_bytes:
-            raise ConfigError(
-                f"trainer.local_bytes = {settings.local_bytes}: the local tensors of {devices} "
-                f"devices have {devices * local.nbytes} bytes (Task.local): allow as many, or "
-                "name fewer tensors"
-            )
-        if settings.local_dir is not None:
+        local_values.check_room(run.layout, devices, settings.local_bytes)
+        if settings.local_dir is not None and local_values.layout_of(run.layout) is not None:
             self._folder = Path(settings.local_dir) / f"{keys.name}-{run.lineage}"
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"trainer.local_dir: {self._folder}: {error.strerror}") from error
 
     async def of(self, device: int) -> Model | None:
-        """The device's values; None: those of version 0. Raises OSError."""
+        """The device's values; None: those of version 0. Raises ConfigError."""
         if (local := local_values.layout_of(self._layout)) is None:
             return None
         if self._folder is None:
             data = await workspaces.read(self._client, self._key(device), most=local.nbytes)
         else:
-            file = self._folder / str(device)
-            data = file.read_bytes() if file.exists() else b""
+            data = self._in_file(self._folder / str(device))
         values = local_values.of_bytes(data, self._layout)
         if data and values is None:
             self._log.warning("discarding unusable local values", device=device, bytes=len(data))
@@ -284,14 +282,30 @@ class LocalValues:
         return staged, key
 
     def answered(self, device: int, values: Model | None) -> None:
-        """Keep the values of an accepted answer, unless the answer's script did. Raises OSError."""
+        """Keep the values of an accepted answer, unless the answer's script did.
+
+        If the disk is full, the device keeps its earlier values.
+        """
         if values is None or self._folder is None:
             return
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = self._folder / f".{device}.{secrets.token_hex(4)}"
-        with open(aside, "xb", opener=_private) as file:
-            file.write(values.buffer.data)
-        aside.replace(self._folder / str(device))
+        try:
+            with open(aside, "xb", opener=_private) as file:
+                file.write(values.buffer.data)
+                file.flush()
+                os.fsync(file.fileno())  # or a power cut leaves zeros, which look sound
+            aside.replace(self._folder / str(device))
+        except OSError as error:
+            self._log.warning("local values not kept", device=device, reason=str(error))
+            aside.unlink(missing_ok=True)
+
+    def _in_file(self, file: Path) -> bytes:
+        try:
+            return file.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise ConfigError(f"trainer.local_dir: {file}: {error.strerror}") from error
 
     def _key(self, device: int) -> str:
         # No task's workspace has this name: their ids have no dot.

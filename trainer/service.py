@@ -12,7 +12,7 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -191,6 +191,18 @@ class Trainer:
             self._outage_limit.heard = time.monotonic()
             await self._take_part(context, metrics, learner, thread)
 
+    async def _check_same(self) -> None:
+        """Raise ConfigError if the run was purged and begun anew, with other unshared values."""
+        run = self._run
+        if run is None or run.layout.unshared is None:
+            return
+        with suppress(NoRun):
+            if (await self._ledger.run()).lineage != run.lineage:
+                raise ConfigError(
+                    f"run {self._keys.name!r} was begun anew, and this trainer has the frozen or "
+                    "local parameters of the earlier run: start it again"
+                )
+
     async def _take_part(
         self, context: Context, metrics: TrainerMetrics, learner: Learner, thread: Worker
     ) -> None:
@@ -328,7 +340,7 @@ class Trainer:
             shared.metrics,
         )
         evaluated = Evaluated(self._client, self._keys, shared.run.layout)
-        return _Shift(shared, leases, delivery, self._client, evaluated)
+        return _Shift(shared, leases, delivery, self._client, evaluated, self._check_same)
 
     def _initiative(
         self, settings: InitiativeSettings, shared: AttemptContext, shift: _Shift
@@ -375,7 +387,9 @@ class _Shift:
         delivery: Delivery,
         client: Client,
         evaluated: Evaluated,
+        check_run: Callable[[], Awaitable[None]],
     ) -> None:
+        """``check_run``: raises an error if the run is another by now."""
         self._shared = shared
         self._context = shared.context
         self.leases = leases
@@ -383,6 +397,7 @@ class _Shift:
         self._client = client
         self.task: Assignment | Evaluation | None = None  # being performed
         self._evaluated = evaluated
+        self._check_run = check_run
         self.answers = 0
 
     @property
@@ -415,6 +430,7 @@ class _Shift:
         except BadMessage as error:
             await self._delivery.bury(taken.entry, str(error))
             return
+        await self._check_run()
         self.task = task
         unbound = bind_contextvars(task=task.task, device=task.device)
         try:

@@ -14,10 +14,11 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -587,6 +588,8 @@ class Work:
     """c_i of SCAFFOLD; None: zero, as in the device's first task"""
     resume: Workspace | None = None
     """where to resume; x_tau, c and c_i are then taken from the workspace"""
+    descents: Iterator[int] = field(default=repeat(0), compare=False, repr=False)
+    """numbers the calls of ``descend``: only number 0 can be interrupted and resumed"""
 
     def __post_init__(self) -> None:
         given = [length for length in (self.steps, self.epochs, self.seconds) if length is not None]

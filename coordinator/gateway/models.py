@@ -81,7 +81,10 @@ class ModelCopies:
 
     def _base(self, head: Head, has: str) -> CachedBytes | None:
         """The copy of the device's model ``has``, if changes from it may save bytes."""
-        old = self._copies.there(has) if has != head.given else None
+        unshared = self._run_cache.run.layout.unshared
+        if has == head.given or (unshared is not None and has == unshared.digest):
+            return None
+        old = self._copies.there(has)
         if old is None or old.format != model_format(head):
             return None
         return old if self._changes.may_help(has, head.given) else None

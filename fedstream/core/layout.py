@@ -91,6 +91,11 @@ class Layout:
         return self.tensors + (self.unshared.layout.tensors if self.unshared else ())
 
     @property
+    def unshared_bytes(self) -> int:
+        """Bytes of the unshared tensors' values."""
+        return self.unshared.layout.nbytes if self.unshared else 0
+
+    @property
     def summary(self) -> str:
         """The numbers of parameters and tensors, for people."""
         said = f"{self.parameters} parameters in {len(self.tensors)} tensors"
@@ -217,6 +222,10 @@ class Unshared:
     digest: str = field(default="", compare=False)  # of their values in version 0; '': of no run
     values: Callable[[], Model] | None = field(default=None, compare=False, repr=False)
     """Reads the values, where a process needs whole models; raises FedstreamError."""
+
+    def __post_init__(self) -> None:
+        if not {tensor.name for tensor in self.layout.tensors}.issuperset(self.local):
+            raise LayoutMismatch("a layout must name its local tensors among the unshared ones")
 
     @cached_property
     def of_devices(self) -> Layout:

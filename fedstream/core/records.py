@@ -342,9 +342,10 @@ class Tally:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the kept models, if all were published like the newest."""
-        one = self.head.encoded.size if self.head.encoded else self.run.layout.nbytes
-        return self.kept * one
+        """Bytes of the kept models, if all were published like the newest, and unshared values."""
+        layout = self.run.layout
+        one = self.head.encoded.size if self.head.encoded else layout.nbytes
+        return self.kept * one + layout.unshared_bytes
 
     @property
     def failing_devices(self) -> dict[str, dict[str, int | float | str]]:

@@ -152,7 +152,7 @@ class Need:
     model_bytes: int
     open: int  # open tasks, each of which ends in an update
     queue: int  # updates
-    kept: int  # versions, and vectors kept for devices
+    kept: int  # versions, unshared values, and vectors kept for devices
 
     @property
     def models(self) -> int:
@@ -187,7 +187,8 @@ def need(
             wanted = devices  # a user's own: at most one task per device
     versions, most_bytes = keep
     kept = min(versions, max(2, most_bytes // max(1, layout.nbytes))) + 1  # the best version
-    return Need(layout.nbytes, min(wanted, devices), queue, kept + vectors(layout, devices))
+    kept += -(-layout.unshared_bytes // max(1, layout.nbytes)) + vectors(layout, devices)
+    return Need(layout.nbytes, min(wanted, devices), queue, kept)
 
 
 def room(info: Info, wants: Need | None, *, budget: int | None) -> Finding:

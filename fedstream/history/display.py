@@ -132,10 +132,9 @@ def failing_rows(
 def figures(view: Tally, history: History) -> str:
     """The main metric, staleness and counts, in one line."""
     parts = []
-    if measured := history.measured:
-        version, metrics = measured
-        if history.main is not None:
-            parts.append(f"{history.main} {metrics[history.main]:.3f} at {version}")
+    if newest := history.newest_of_main:
+        version, value = newest
+        parts.append(f"{history.main} {value:.3f} at {version}")
     parts.append(f"staleness {history.recent_staleness():.1f}")
     if view.run.state == "running":  # meaningless once training is over
         parts += [
@@ -180,6 +179,8 @@ def main_row(numbers: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     value = numbers["metrics"].get(name)
     text = "not a finite number" if value is None or not isfinite(value) else measure(value)
+    if name not in numbers["metrics"]:  # devices measured earlier versions only
+        text = "not measured"
     if numbers["measured_version"] != numbers["versions"]:
         text += f" at version {numbers['measured_version']}"
     if best := numbers["best"].get(name):

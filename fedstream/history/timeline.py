@@ -198,9 +198,19 @@ class History:
     @property
     def main(self) -> str | None:
         """The metric to show where there is room for one; None if nothing was measured."""
-        if self.measured is None:
+        return main_metric(self._ever_finite, self.goal, self.stop_metric)
+
+    @property
+    def newest_of_main(self) -> tuple[int, float] | None:
+        """The newest version with the main metric, and the value; None if there is none.
+
+        Devices may measure fewer versions than the evaluator.
+        """
+        name = self.main
+        known = [n for n, metrics in self.evaluations.items() if name in metrics]
+        if name is None or not known:
             return None
-        return main_metric(self.measured[1], self.goal, self.stop_metric)
+        return max(known), self.evaluations[max(known)][name]
 
     @property
     def never_finite(self) -> list[str]:

@@ -131,13 +131,14 @@ def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, 
 def _measured(history: History) -> str:
     """The main metric: its newest value, its best, and its curve."""
     name = history.main
-    if name is None or history.measured is None:
+    if name is None:
         return "not measured yet"
-    known = (m.get(name, math.nan) for _, m in sorted(history.evaluations.items()))
-    points = [value for value in known if math.isfinite(value)]
+    known = [(at, m.get(name, math.nan)) for at, m in sorted(history.evaluations.items())]
+    known = [(at, value) for at, value in known if math.isfinite(value)]
+    points = [value for _, value in known]
     if not points:
         return "never a finite number"
-    text = f"{measure(points[-1])} at {history.measured[0]}"
+    text = f"{measure(points[-1])} at {known[-1][0]}"
     if name in history.best:
         at, best = history.best[name]
         text += f", best {measure(best)} at {at}"

@@ -69,10 +69,15 @@ class Training:
         cancelled: Callable[[], bool],
         threads: int,
     ) -> None:
-        """``threads``: in which groups of devices may train side by side."""
+        """``threads``: in which groups of devices may train side by side.
+
+        Raises ConfigError if all devices' local values may exceed ``trainer.local_bytes``.
+        """
         simulation = settings.simulation
         with blamed("model()"), torch.random.fork_rng(devices=[]):
             self.module = untrained(task).to(simulation.device)
+        layout = vector.layout_of(self.module)
+        local_values.check_room(layout, devices, settings.trainer.local_bytes)
         self.together = 0
         self._settings = settings
         self._solvers = Solvers(settings.solver, settings.solvers)

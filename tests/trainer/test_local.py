@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -150,6 +153,36 @@ def test_interrupted_training_goes_on_with_the_same_local_bits() -> None:
         assert resumed.local.digest() == whole.local.digest()
 
 
+class Phased(Steps):
+    """Descends twice: by all parameters, then by the shared ones alone."""
+
+    local = ("3.*",)
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        model.requires_grad_(requires_grad=True)
+        self.descend(model, data, work)
+        model.get_submodule("3").requires_grad_(requires_grad=False)
+        return self.descend(model, data, work)
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_interrupted_training_of_two_descents_gives_the_same_bits(after: int) -> None:
+    """A workspace is of the first descent: the second one must not continue it."""
+    task = Phased()
+    x = initial(task, 0)
+    piece = replace(work_of(DriftCorrected(batch_size=8, lr=0.1)), steps=3)
+    start = Start(0, x.digest(), x)
+    whole, update = learned(task, start, piece)
+    stops = replace(piece, cancelled=partial(next_is, count(1), after))
+    with pytest.raises(Cancelled) as stopped:
+        learned(task, start, stops)
+    resumed, its = learned(task, start, replace(piece, resume=stopped.value.workspace))
+    assert its.digest() == update.digest()
+    assert resumed.local is not None
+    assert whole.local is not None
+    assert resumed.local.digest() == whole.local.digest()
+
+
 def test_controls_are_of_the_shared_parameters_alone() -> None:
     """SCAFFOLD corrects no local parameter."""
     task = Normed()
@@ -244,6 +277,21 @@ async def test_unsound_values_count_as_missing(hand: Hand, make: Make, task: Per
     assert task.begun == [(3, 7.0), (4, 7.0), (5, 7.0)]
 
 
+async def test_run_that_is_begun_anew_is_not_trained_with_the_earlier_ones_values(
+    hand: Hand, make: Make, task: Personal
+) -> None:
+    trainer = await served(hand, task, make())
+    async with running(trainer, context(), may_fail=True) as ends:
+        await asks(hand, 3)
+        await hand.client.call("HSET", hand.keys.run, "lineage", "another")
+        await hand.open(device=3)
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(ends, 10)
+    said = r"was begun anew, and this trainer has the frozen or local parameters of the earlier run"
+    assert ended.group_contains(ConfigError, match=said)
+    assert task.begun == [(3, 7.0)]
+
+
 async def test_values_may_lie_on_the_trainers_disk(
     hand: Hand, make: Make, task: Personal, tmp_path: Path
 ) -> None:
@@ -257,6 +305,34 @@ async def test_values_may_lie_on_the_trainers_disk(
     [file] = kept(tmp_path / "local")
     assert np.frombuffer(file.read_bytes(), "<f4").tolist() == [10.0, 10.0]
     assert file.stat().st_mode & 0o077 == 0
+
+
+async def test_folder_that_cannot_be_made_is_named_at_the_start(
+    hand: Hand, make: Make, task: Personal, tmp_path: Path
+) -> None:
+    (file := tmp_path / "local").touch()
+    trainer = await served(hand, task, make(settings=TrainerSettings(local_dir=str(file))))
+    with pytest.raises(ConfigError, match=rf"trainer.local_dir: {file}/.*: Not a directory"):
+        await asyncio.wait_for(trainer.run(context()), 10)
+
+
+async def test_full_disk_keeps_the_earlier_values(
+    hand: Hand,
+    make: Make,
+    task: Personal,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings = TrainerSettings(local_dir=str(tmp_path / "local"))
+    async with running(await served(hand, task, make(settings=settings)), context()):
+        await asks(hand, 3, 3)
+        monkeypatch.setattr(os, "fsync", full)
+        await asks(hand, 3, 3, before=2)
+    assert task.begun == [(3, 7.0), (3, 8.0), (3, 9.0), (3, 9.0)]
+    assert [file.name for file in kept(tmp_path / "local")] == ["3"]
 
 
 def kept(folder: Path) -> list[Path]:

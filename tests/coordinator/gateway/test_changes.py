@@ -18,8 +18,9 @@ from fedstream.core.formats import format_of
 from fedstream.core.given import given
 from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Encoded, Version
+from fedstream.core.records import head_of
 from tests.coordinator.gateway.places import Place, coordinating, joined, serving
-from tests.support import Hand, counted, layout_of, model_of, wait_until
+from tests.support import Hand, counted, layout_of, model_of, wait_until, with_frozen
 
 SIZE = 20_000  # parameters
 
@@ -204,6 +205,24 @@ async def test_device_cannot_have_changes_made_between_any_two_models(
         assert await asks(fourth, third) == 404, "neither"
         assert await asks(third, fourth) == 200
         assert len(makes) == 3
+
+
+async def test_frozen_parameters_are_no_model_to_change(redis: RedisSettings, hand: Hand) -> None:
+    """A device may say that it has them in place of a version."""
+    hand.layout = with_frozen(layout_of(SIZE), *range(100))
+    unshared = hand.layout.unshared
+    assert unshared is not None
+    [new] = await publish(hand, trained(hand.layout, 1))
+    head = head_of(unshared)
+    key = hand.keys.model(head.blob)
+    await blobs.write(hand.client, key, unshared.model(), expire_s=60, encoded=head.encoded)
+    async with serving(hand, redis) as place:
+        await downloaded(place, hand, new)
+        assert (await place.ask("GET", f"/v1/models/{unshared.digest}", 3)).status == 200
+        models, current = place.gateway._models, place.gateway.replica.run_cache.head
+        assert models.changes_url(current, unshared.digest) is None
+        answer = await place.ask("GET", f"/v1/models/{new.digest}/changes/{unshared.digest}", 3)
+        assert (answer.status, answer.json["reason"]) == (404, "no changes")
 
 
 def test_last_offers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,17 @@ from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS
 from fedstream.trainer.devices import eligible
 from tests.coordinator.waiting import are_open, asked, give_up, has_issued
-from tests.support import Clock, Hand, awaits_news, context, counted, layout_of, running, wait_until
+from tests.support import (
+    Clock,
+    Hand,
+    awaits_news,
+    context,
+    counted,
+    layout_of,
+    running,
+    wait_until,
+    with_frozen,
+)
 
 
 @pytest.mark.usefixtures("patient")
@@ -316,6 +326,8 @@ def test_versions_take_as_much_memory_as_was_published() -> None:
     assert kept(seen) == 5
     small = replace(head, encoded=Encoded("int8", 1016, "d"))
     assert kept(replace(seen, head=small)) == 2  # 5,080 bytes, in models of 4,000
+    adapted = replace(seen.run, layout=with_frozen(seen.run.layout, *range(2500)))
+    assert kept(replace(seen, run=adapted)) == 8  # 10,000 bytes more
 
 
 def test_device_vectors_count_twice_in_memory() -> None:

@@ -23,7 +23,7 @@ from fedstream.doctor import server, task, volume
 from fedstream.doctor.findings import Finding
 from fedstream.settings.config import Settings, read
 from tests.fedstream.doctor.conftest import Change, Look, wrong
-from tests.support import Hand, layout_of, snapshot
+from tests.support import Hand, layout_of, snapshot, with_frozen
 
 
 def the_one(findings: list[Finding], level: str, about: str) -> str:
@@ -426,6 +426,7 @@ def test_memory_a_run_needs() -> None:
     assert models(InFlight(), keep=(16, 1)) == (3, 3)  # always the newest two, and the best
     # x and c are 8,000 bytes, and the c_i of 10 devices as much as 5 models: they are there twice
     assert models(InFlight(), layout=layout.with_controls(), keep=(4, 1 << 30)) == (3, 15)
+    assert models(InFlight(), layout=with_frozen(layout, *range(2500))) == (3, 20)
 
 
 def test_distant_redis() -> None:

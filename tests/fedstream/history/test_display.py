@@ -165,6 +165,8 @@ def test_accuracy_names_its_version() -> None:
         "score mean 2.0000, deviation 1.0000; whether a low or a high score is good is unknown: "
         'set Task.goal = {"score": "min"} or "max"'
     )
+    rows = dict(display.result_rows(numbers | {"main_metric": "devices_loss"}))
+    assert rows["devices_loss"] == "not measured"
     for value in (float("nan"), None):  # as it goes on, and from summary.json
         never = {"metrics": {"mse": value}, "main_metric": "mse", "never_finite": ["mse"]}
         rows = dict(display.result_rows(numbers | never | {"best": {}}))
@@ -238,7 +240,7 @@ def test_status_names_the_best_version() -> None:
 
 def test_top_shows_a_nan_accuracy(history: History) -> None:
     history.tell(event("evaluation", version=4, metrics={"accuracy": float("nan")}))
-    assert "0.9120 at 4" in text_of(top.frame(view(), history, {}, {}, CREATED))
+    assert "0.9120 at 3" in text_of(top.frame(view(), history, {}, {}, CREATED))
 
 
 async def test_top_uses_bounded_memory(

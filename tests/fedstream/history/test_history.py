@@ -62,6 +62,18 @@ def test_devices_measure_a_version_beside_the_evaluator(tmp_path: Path) -> None:
     assert found == history.evaluations
 
 
+def test_the_main_metric_stays_when_the_newest_version_lacks_it() -> None:
+    """The one that may stop the run, which devices measure less often."""
+    history = History()
+    history.stop_metric = "devices_loss"
+    history.tell(event("evaluation", version=9, metrics={"accuracy": 0.5}))
+    history.tell(event("devices_evaluated", version=9, metrics={"devices_loss": 2.0}))
+    history.tell(event("evaluation", version=10, metrics={"accuracy": 0.6}))
+    assert history.measured == (10, {"accuracy": 0.6})
+    assert history.main == "devices_loss"
+    assert history.newest_of_main == (9, 2.0)
+
+
 def test_the_best_value_is_on_the_side_that_the_goal_says() -> None:
     history = History()
     history.goal["score"] = "min"

@@ -607,3 +607,9 @@ def test_final_model_has_the_local_layers_of_version_0() -> None:
     last = {name: x.tolist() for name, x in outcome.module.state_dict().items()}
     assert last["head.weight"] == first["head.weight"].tolist()
     assert last["body.weight"] != first["body.weight"].tolist()
+
+
+def test_more_local_bytes_than_allowed_are_refused_at_the_start() -> None:
+    settings = read(None, ["trainer.local_bytes=1079"])  # 27 values of 4 bytes, of 10 devices
+    with pytest.raises(ConfigError, match=r"local tensors of 10 devices have 1080 bytes"):
+        simulate(settings, Personal())
