@@ -59,6 +59,7 @@ class DeviceEvaluations:
         self._goals = goals
         self._found = found
         self._last: int | None = None  # the version evaluated last
+        self._names: set[str] = set()  # of the metrics in results so far
         self._choice = Choice(settings, 0)
 
     def begin(self, run: Run, last: int | None) -> None:
@@ -126,11 +127,13 @@ class DeviceEvaluations:
             outcomes,
             self._settings,
             self._goals,
+            self._names,
             evaluation=evaluation.id,
             version=evaluation.version,
             base=evaluation.base,
         )
         metrics = ended.metrics
+        self._names |= ended.sums.keys()
         best = self._candidate(
             metrics, evaluation.version, evaluation.base, evaluation.model["blob"]
         )

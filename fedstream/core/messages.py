@@ -36,7 +36,8 @@ SCHEMA = 1  # the schema that this release writes
 READS = (1,)  # the schemas that it reads: also those of the releases before and after it
 
 Count = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+NAME = 200  # most characters of a name
+Name = Annotated[str, Field(min_length=1, max_length=NAME)]
 # Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]

@@ -15,16 +15,19 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fedstream
+from fedstream.core.errors import DataError
 from fedstream.core.messages import Measured
 from fedstream.trainer.goals import Stopping, StopSettings, goal_of, main_metric
 from fedstream.trainer.on_devices import (
     Choice,
     OnDevicesSettings,
     metrics_over,
+    result,
     sums_of,
     totals,
+    usual_names,
 )
-from fedstream.trainer.task import IGNORED, Mean, Task, measured
+from fedstream.trainer.task import IGNORED, Mean, NoLabels, Task, measured
 
 
 class Scores(Task):
@@ -133,6 +136,50 @@ def test_what_an_untrusted_device_claims_is_bounded() -> None:
     assert totals(answers, most_weight=20.0)["loss"] == (40.0 + 100.0, 40.0 + 20.0)
     answers[4] = answer(4, loss=(5e9, 1e9))
     assert totals(answers)["loss"][1] == 1e9 + 40.0
+
+
+def test_one_of_two_untrusted_devices_does_not_set_the_limit_of_its_weight() -> None:
+    answers = {n: of_site(n, {"loss": (w, w)}, trusted=False) for n, w in ((0, 10.0), (1, 1e12))}
+    assert totals(answers)["loss"] == (110.0, 110.0)
+
+
+def test_what_one_untrusted_device_alone_tells_does_not_count() -> None:
+    """Names become columns and labels, and a result holds 100 of them."""
+    honest = {n: of_site(n, {"loss": (1.0, 1.0)}, trusted=False) for n in range(2)}
+    liar = of_site(2, {f"made up {n}": (1.0, 1.0) for n in range(100)}, trusted=False)
+    settings = OnDevicesSettings(fraction=1.0)
+    about = {"evaluation": "1", "version": 4, "base": "d"}
+    found = result(honest | {2: liar}, {"measured": 3}, settings, {}, **about)
+    assert [*found.sums] == ["loss"]
+    assert found.metrics.keys() == {
+        f"{prefix}_loss" for prefix in ("devices", "device_mean", "device_worst_tenth")
+    } | {"device_deviation_loss"}
+    assert [*totals({0: honest[0]})] == ["loss"]  # the only device
+    assert len(usual_names([*honest.values(), liar.model_copy(update={"trusted": True})])) == 100
+
+
+def test_later_results_have_no_more_names_than_one_has() -> None:
+    """The known ones come first."""
+    known = {f"m{n}" for n in range(99)}
+    told = {name: (1.0, 1.0) for name in ("new", "newer", "m3")}
+    assert usual_names([answer(0, told)], known) == ["new", "m3"]
+
+
+@pytest.mark.parametrize(
+    "names", [[str(n) for n in range(101)], ["x" * 201], [""]], ids=["many", "long", "empty"]
+)
+def test_metrics_that_no_answer_can_hold_are_an_error_of_the_task(names: list[str]) -> None:
+    class Many(Scores):
+        def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+            return dict.fromkeys(names, 1.0)
+
+    with pytest.raises(DataError, match=r"metrics\(\)"):
+        sums_of(Many(), module(), Scores().data)
+
+
+def test_an_empty_test_set_is_none() -> None:
+    with pytest.raises(NoLabels):
+        sums_of(Own(), module(), Subset(Scores().data, []))
 
 
 def test_the_choice_of_devices_can_be_repeated() -> None:
