@@ -12,7 +12,7 @@ from fedstream.broker import blobs
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights, packed
 from fedstream.broker.ledger.queries import device_of
-from fedstream.broker.scripts import Script, load_all
+from fedstream.broker.scripts import Script
 from fedstream.core.messages import DevicesEvaluated, Evaluation, Event, Goal, Measured
 from fedstream.core.records import Best, Head
 
@@ -83,10 +83,6 @@ class EvaluatorLedger(Finishing):
         """
         await self._run(_TELL, event.encode(), *_candidate(found, goal))
 
-    async def prepare_evaluations(self) -> None:
-        """Load every script for all users, as trainers may load none."""
-        await load_all(self._client)
-
     async def present(self, devices: int) -> Sequence[int]:
         """The devices of a run of ``devices`` that a live trainer serves now, in order."""
         owned, pool, alive = await self._client.pipeline(
@@ -153,10 +149,15 @@ class EvaluatorLedger(Finishing):
 
     async def ask_devices(
         self, evaluation: OpenEvaluation, share: float, tasks: Sequence[Evaluation]
-    ) -> int:
-        """Send tasks while fewer than a share of the workers have one; return how many are open."""
+    ) -> tuple[int, int]:
+        """Send tasks, in order, while fewer than a share of the workers have one.
+
+        Returns of how many devices that is settled, as they have or had a task, and how many tasks
+        may be open now; (0, 0) if the evaluation is over.
+        """
         parts = [part for one in tasks for part in (one.task, one.device, one.encode())]
-        return int(await self._run(_ASK_DEVICES, evaluation.id, repr(share), *parts))
+        settled, most = await self._run(_ASK_DEVICES, evaluation.id, repr(share), *parts)
+        return int(settled), int(most)
 
     async def answers(self) -> dict[int, Answer]:
         """Read what became of the devices that have answered, in order of their numbers."""
@@ -186,6 +187,7 @@ class EvaluatorLedger(Finishing):
             _END_EVALUATION,
             ended.evaluation,
             answered,
+            ended.devices,
             ended.encode(),
             TRAINERS,
             *_candidate(found, goal),

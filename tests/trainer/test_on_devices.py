@@ -161,7 +161,7 @@ def test_what_one_untrusted_device_alone_tells_does_not_count() -> None:
 def test_later_results_have_no_more_names_than_one_has() -> None:
     """The known ones come first."""
     known = {f"m{n}" for n in range(99)}
-    told = {name: (1.0, 1.0) for name in ("new", "newer", "m3")}
+    told = dict.fromkeys(("new", "newer", "m3"), (1.0, 1.0))
     assert usual_names([answer(0, told)], known) == ["new", "m3"]
 
 
