@@ -44,6 +44,7 @@ RIGHTS = Rights(
             commands=("evalsha", "get", "set", "hget", "hset", "hdel"),
         ),
         Rights(reads=("open", "evaluations"), commands=("hexists",)),
+        Rights(reads=("evaluation",), commands=("hget",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
         Rights(both=("gateway:{site}:upload:*",), commands=partial_blobs.ON_NOTE),
         Rights(writes=("update:{site}/*",), commands=partial_blobs.ON_BLOB),
@@ -191,6 +192,10 @@ class GatewayLedger(TakesTasks):
     async def is_evaluating(self, device: int) -> bool:
         """Whether a device has an open task of an evaluation."""
         return bool(await self._client.call("HEXISTS", self.keys.evaluations, device))
+
+    async def evaluates_until(self) -> float:
+        """When the evaluation that is under way has to end, by Redis's clock; 0: there is none."""
+        return int(await self._client.call("HGET", self.keys.evaluation, "until_ms") or 0) / 1000
 
 
 def _fate(admitted: bytes | None, ended: Sequence[bytes]) -> Fate:

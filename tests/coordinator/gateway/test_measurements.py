@@ -217,7 +217,10 @@ async def test_last_version_is_evaluated_after_the_runs_end(
         waiting = asyncio.create_task(offered(place))
         await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
         await evaluates(hand, 3)
+        monkeypatch.setattr("fedstream.coordinator.gateway.tasks._LAST_S", 0.7)
         await measures(place, await waiting)
         await outcomes(hand, measured=2)
-        monkeypatch.setattr("fedstream.coordinator.gateway.tasks._LAST_S", 0.0)
+        still = await place.check_in(3, wait_s=5, evaluates=True)
+        assert still.status == 204, "another device's answer may be missing"
+        await hand.client.call("DEL", hand.keys.evaluation)
         assert (await place.check_in(3, wait_s=50, evaluates=True)).json["reason"] == "run over"
