@@ -19,6 +19,7 @@ from fedstream.core.messages import DevicesEvaluated, Event, Measured, Presence,
 from fedstream.trainer.device_evaluations import DeviceEvaluations
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.goals import StopSettings
+from fedstream.trainer.measuring import Evaluated
 from fedstream.trainer.on_devices import OnDevicesSettings
 from fedstream.trainer.task import Mean, Task
 from fedstream.trainer.vector import layout_of
@@ -111,6 +112,25 @@ async def test_every_device_ends_with_an_outcome(hand: Hand, make: Make, evaluat
     assert counts["evaluations"] == 4
     assert await hand.client.call("XLEN", hand.keys.tasks) == 0
     await hand.balanced()
+
+
+async def test_device_is_measured_once_redis_is_back(
+    hand: Hand, make: Make, evaluator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage is no error of the device."""
+    real, reads = Evaluated.read, list[int]()
+
+    async def failing(*args: Any) -> Any:
+        reads.append(1)
+        if len(reads) == 1:
+            raise Unavailable("the connection is lost")
+        return await real(*args)
+
+    monkeypatch.setattr(Evaluated, "read", failing)
+    await hand.create(devices=4)
+    async with coordinating(hand), running(make(), context()), running(evaluator(), context()):
+        [found] = await ends(hand)
+    assert found.outcomes == {"measured": 2, "no test data": 1, "raised ValueError": 1}
 
 
 async def test_newer_version_is_evaluated_without_devices_that_have_no_data(
