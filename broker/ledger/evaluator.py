@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights, packed
 from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.scripts import Script
 from fedstream.core.messages import DevicesEvaluated, Evaluation, Event, Goal, Measured
-from fedstream.core.records import Best, Head
+from fedstream.core.records import Best, Head, mapping
 
 _PIN = Script("pin")
 _TELL = Script("tell")
@@ -43,6 +43,25 @@ class OpenEvaluation:
     model: Mapping[str, Any]  # the fields of an Evaluation that describe the version's model
     asked: Collection[int] = field(default_factory=frozenset)  # devices with an open task
     answered: Collection[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def parsed(
+        cls, flat: Sequence[bytes], asked: Iterable[bytes] = (), answered: Iterable[bytes] = ()
+    ) -> OpenEvaluation | None:
+        """Parse the key's fields, and the devices that the registers name; None without fields."""
+        record = mapping(flat)
+        if not record:
+            return None
+        about = msgpack.unpackb(record["about"])
+        return cls(
+            id=record["id"].decode(),
+            version=int(record["version"]),
+            devices=tuple(about["devices"]),
+            deadline=int(record["until_ms"]) / 1000,
+            model=about["model"],
+            asked=frozenset(map(int, asked)),
+            answered=frozenset(map(int, answered)),
+        )
 
     @property
     def base(self) -> str:
@@ -99,25 +118,14 @@ class EvaluatorLedger(Finishing):
 
     async def evaluation(self) -> OpenEvaluation | None:
         """Read the evaluation that is under way; None if there is none."""
-        flat, asked, answered = await self._client.pipeline(
-            [
-                ("HGETALL", self.keys.evaluation),
-                ("HKEYS", self.keys.evaluations),
-                ("HKEYS", self.keys.measured),
-            ]
-        )
-        if not flat:
-            return None
-        record = dict(zip(flat[::2], flat[1::2], strict=True))
-        about = msgpack.unpackb(record[b"about"])
-        return OpenEvaluation(
-            id=record[b"id"].decode(),
-            version=int(record[b"version"]),
-            devices=tuple(about["devices"]),
-            deadline=int(record[b"until_ms"]) / 1000,
-            model=about["model"],
-            asked=frozenset(map(int, asked)),
-            answered=frozenset(map(int, answered)),
+        return OpenEvaluation.parsed(
+            *await self._client.pipeline(
+                [
+                    ("HGETALL", self.keys.evaluation),
+                    ("HKEYS", self.keys.evaluations),
+                    ("HKEYS", self.keys.measured),
+                ]
+            )
         )
 
     async def open_evaluation(

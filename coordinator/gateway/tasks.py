@@ -166,7 +166,8 @@ class Tasks:
             await self.give_up(held, reasons.DROPPED_OUT)
         if self._run_cache.is_over:
             # That of the last version begins once the one under way has ended.
-            evaluates = await self._ledger.evaluates_until() > self.now()
+            under_way = await self._ledger.evaluation_under_way()
+            evaluates = under_way is not None and under_way.deadline > self.now()
         else:
             evaluates = self._evaluates_until > -math.inf
         if evaluates:
