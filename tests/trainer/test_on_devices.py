@@ -148,7 +148,7 @@ def test_what_one_untrusted_device_alone_tells_does_not_count() -> None:
     honest = {n: of_site(n, {"loss": (1.0, 1.0)}, trusted=False) for n in range(2)}
     liar = of_site(2, {f"made up {n}": (1.0, 1.0) for n in range(100)}, trusted=False)
     settings = OnDevicesSettings(fraction=1.0)
-    about = {"evaluation": "1", "version": 4, "base": "d"}
+    about: dict[str, Any] = {"evaluation": "1", "version": 4, "base": "d"}
     found = result(honest | {2: liar}, {"measured": 3}, settings, {}, **about)
     assert [*found.sums] == ["loss"]
     assert found.metrics.keys() == {
