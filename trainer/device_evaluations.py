@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from fedstream.core.messages import task_id
 from fedstream.core.reasons import DOES_NOT_EVALUATE, NO_ANSWER, NO_TEST_DATA
 from fedstream.runtime.backoff import pause
-from fedstream.trainer.on_devices import Choice, result
+from fedstream.trainer.on_devices import Choice, Names, result
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.evaluator import EvaluatorLedger, OpenEvaluation
@@ -67,8 +67,9 @@ class DeviceEvaluations:
         self._goals = goals
         self._found = found
         self._last: int | None = None  # the version evaluated last
-        self._names: set[str] = set()  # of the metrics in results so far
         self._choice = Choice(settings, 0)
+        self._names = Names()
+        self._is_alone = False  # no device was present at the last look, and that was logged
         self._most = _AT_ONCE  # tasks that may be open, by the last request
         # The result that was sent to the queue: whether it arrived, or was dealt with, is unsure.
         self._unsure: DevicesEvaluated | None = None
@@ -76,7 +77,7 @@ class DeviceEvaluations:
     def begin(self, run: Run, last: int | None) -> None:
         """Begin with a run. ``last``: the version evaluated last; None: none was."""
         self._last, self._unsure = last, None
-        self._choice = Choice(self._settings, run.seed)
+        self._choice, self._names = Choice(self._settings, run.seed), Names()
 
     async def step(self, run: Run) -> None:
         """Take the evaluation under way further, or open one if it is due."""
@@ -113,7 +114,11 @@ class DeviceEvaluations:
         if barred:
             present = [device for device in present if device not in barred]
         if not present:
+            if not self._is_alone:
+                self._context.log.warning("no device is there to evaluate", version=head.version)
+            self._is_alone = True
             return False
+        self._is_alone = False
         devices = self._choice.of(present, head.version)
         now = self._ledger.now()
         id_, deadline = task_id(round(now * 1000)), now + self._settings.timeout_s
@@ -167,7 +172,6 @@ class DeviceEvaluations:
             version=evaluation.version,
             base=evaluation.base,
         )
-        self._names |= ended.sums.keys()
         best = self._candidate(
             ended.metrics, evaluation.version, evaluation.base, evaluation.model["blob"]
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, fsum, isfinite, isnan, sqrt
 from statistics import median_low
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from fedstream.core.errors import DataError
-from fedstream.core.messages import METRICS, NAME, DevicesEvaluated, Measured, Sum
+from fedstream.core.messages import METRIC_CHARS, METRICS, DevicesEvaluated, Measured, Sum
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import Processor, placed
 from fedstream.trainer.goals import ON_DEVICES, Goals, goal_of
@@ -148,18 +148,19 @@ def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dic
     """A device's samples, and each metric's sum and weight on its test data.
 
     A metric that is no :class:`Mean` is weighted by the samples. One that is not finite here (an
-    AUC of a single class) is left out, unless none is finite. Raises NoLabels for empty data,
-    DataError for metrics that no answer can hold, and the errors of :func:`measured`.
+    AUC of a single class) is left out, unless none is finite. Raises the errors of
+    :func:`measured`, NoLabels without samples, and DataError for metrics that can't be sent.
     """
     samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
     if not samples:
-        raise NoLabels("the device's test data is empty")
+        raise NoLabels("there is nothing to evaluate: the test data have no rows")
     every = measured_means(task, module, data)
-    if len(every) > METRICS:
-        raise DataError(f"metrics() returned {len(every)} metrics: devices send at most {METRICS}")
-    if not all(1 <= len(name) <= NAME for name in every):
-        raise DataError(f"metrics() must name each metric with 1 to {NAME} characters")
     found = {name: one for name, one in every.items() if isfinite(one)} or every
+    if len(found) > METRICS or not all(1 <= len(name) <= METRIC_CHARS for name in found):
+        raise DataError(
+            f"metrics() returned {len(found)} metrics: a device sends at most {METRICS}, with "
+            f"names of 1 to {METRIC_CHARS} characters"
+        )
     return samples, {
         name: (value.sum, value.count)
         if isinstance(value, Mean)
@@ -168,39 +169,16 @@ def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dic
     }
 
 
-def usual_names(answers: Iterable[Measured], known: Collection[str] = ()) -> list[str]:
-    """The names of the metrics that count, in the order of the answers.
-
-    A device may name its metrics as it likes, and names become columns and labels. A name counts if
-    a trusted site's device told it, or a tenth of all devices and at least two of them (or the only
-    one); of these, the ``known`` ones, and the most told others up to 100 in all.
-    """
-    told: Counter[str] = Counter()
-    vouched = {*known}
-    devices = 0
-    for answer in answers:
-        devices += 1
-        told.update(answer.sums.keys())
-        if answer.trusted:
-            vouched.update(answer.sums)
-    enough = min(devices, max(2, ceil(_TENTH * devices)))
-    fit = [name for name, times in told.items() if name in vouched or times >= enough]
-    new = sorted((name for name in fit if name not in known), key=lambda name: -told[name])
-    dropped = {*new[max(0, METRICS - len(known)) :]}
-    return [name for name in fit if name not in dropped]
-
-
-def totals(
-    answers: Mapping[int, Measured], most_weight: float | None = None, known: Collection[str] = ()
-) -> dict[str, Sum]:
+def totals(answers: Mapping[int, Measured], most_weight: float | None = None) -> dict[str, Sum]:
     """Add up the devices' sums and weights, exactly rounded, so in any order.
 
     An untrusted site's device may claim any weight. Such a metric counts with at most
     ``most_weight``, or if that is None, with 10 times the median of all devices' weights (the lower
-    of the middle two), and in proportion with its sum. ``known``: as in :func:`usual_names`.
+    of the middle two), and in proportion with its sum.
     """
+    names = {name: None for answer in answers.values() for name in answer.sums}
     found = {}
-    for name in usual_names(answers.values(), known):
+    for name in names:
         told = [(one.sums[name], one.trusted) for one in answers.values() if name in one.sums]
         most = most_weight or _WEIGHTS * median_low(weight for (_, weight), _ in told)
         counted = [
@@ -220,13 +198,35 @@ def metrics_over(
     mean over the devices (see :func:`spread`).
     """
     each = {
-        device: {
-            name: total / weight for name, (total, weight) in answer.sums.items() if name in sums
-        }
+        device: {name: total / weight for name, (total, weight) in answer.sums.items()}
         for device, answer in answers.items()
     }
     over_rows = {f"{ON_DEVICES}{name}": total / weight for name, (total, weight) in sums.items()}
     return over_rows | spread(each, declared)
+
+
+def _only(names: Sequence[str], answer: Measured) -> Measured:
+    sums = {name: answer.sums[name] for name in names if name in answer.sums}
+    return answer.model_copy(update={"sums": sums})
+
+
+class Names:
+    """The metrics of a run that count: the first 100 that devices report.
+
+    So what devices name their metrics can't fill journals, tables and monitoring. Of new names,
+    those that most devices report come first.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+
+    def of(self, answers: Iterable[Measured]) -> list[str]:
+        """The names that count, in alphabetical order, among those in answers."""
+        told = Counter(name for answer in answers for name in answer.sums)
+        for name, _ in sorted(told.items(), key=lambda one: (-one[1], one[0])):
+            if len(self._known) < METRICS:
+                self._known.setdefault(name)
+        return sorted(told.keys() & self._known.keys())
 
 
 def result(
@@ -234,18 +234,20 @@ def result(
     outcomes: Mapping[str, int],
     settings: OnDevicesSettings,
     declared: Goals,
-    known: Collection[str] = (),
+    names: Names,
     **about: Any,
 ) -> DevicesEvaluated:
     """The result of an evaluation, without metrics if too few devices were measured.
 
-    ``measured``: their answers, by device. ``outcomes``: of all devices. ``known``: names of
-    metrics in earlier results. ``about``: the result's other fields.
+    ``measured``: their answers, by device. ``outcomes``: of all devices. ``names``: the run's.
+    ``about``: the result's other fields.
     """
     sums: dict[str, Sum] = {}
     metrics: dict[str, float] = {}
     if len(measured) >= settings.min_devices:
-        sums = totals(measured, settings.most_weight, known)
+        counted = names.of(measured.values())
+        measured = {device: _only(counted, answer) for device, answer in measured.items()}
+        sums = totals(measured, settings.most_weight)
         metrics = metrics_over(sums, measured, declared)
     return DevicesEvaluated(
         devices=sum(outcomes.values()),

@@ -81,7 +81,7 @@ class OpenEvaluation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EvaluatedDevice:
     """What became of a device's evaluation."""
 
     outcome: str
@@ -167,14 +167,14 @@ class EvaluatorLedger(Finishing):
         settled, most = await self._run(_ASK_DEVICES, evaluation.id, repr(share), *parts)
         return int(settled), int(most)
 
-    async def answers(self) -> dict[int, Answer]:
+    async def answers(self) -> dict[int, EvaluatedDevice]:
         """Read what became of the devices that have answered, in order of their numbers."""
         flat = await self._client.call("HGETALL", self.keys.measured)
         found = {}
         for device, data in zip(flat[::2], flat[1::2], strict=True):
             fields = msgpack.unpackb(data, raw=True)
             answer = fields[b"answer"]
-            found[int(device)] = Answer(
+            found[int(device)] = EvaluatedDevice(
                 fields[b"outcome"].decode(), Measured.decode(answer) if answer else None
             )
         return dict(sorted(found.items()))

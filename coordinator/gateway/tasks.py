@@ -61,8 +61,12 @@ class Tasks:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is finished, and its last version evaluated on the devices."""
-        return self._run_cache.is_over and time.monotonic() >= self._evaluates_until
+        """Whether the run is finished, and its last version evaluated on the devices.
+
+        A gateway that stops tells devices so at once, as they might find no gateway later.
+        """
+        is_measured = time.monotonic() >= self._evaluates_until or self._context.stop.is_set()
+        return self._run_cache.is_over and is_measured
 
     async def take(self) -> None:
         """Take new tasks, or first our pending ones from before a restart or a lost reply."""

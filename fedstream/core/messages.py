@@ -36,8 +36,7 @@ SCHEMA = 1  # the schema that this release writes
 READS = (1,)  # the schemas that it reads: also those of the releases before and after it
 
 Count = Annotated[int, Field(ge=0)]
-NAME = 200  # most characters of a name
-Name = Annotated[str, Field(min_length=1, max_length=NAME)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
@@ -45,10 +44,11 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
-# Most metrics in a device's answer to an evaluation, and the largest magnitude of a sum or weight,
-# so that sums, squares and ratios over all devices stay finite.
+# Most metrics in a device's answer to an evaluation, and the largest sum, weight and mean that
+# count: their squares stay finite.
 METRICS = 100
 LARGEST = 1e30
+METRIC_CHARS = 200  # of a metric's name, as of any name
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
@@ -260,8 +260,10 @@ Sum = tuple[float, Annotated[float, Field(gt=0)]]
 
 def are_usable(sums: Mapping[str, Sum]) -> bool:
     """Whether there are metrics, all of them finite and of a usable size."""
-    return bool(sums) and all(
-        abs(total) <= LARGEST and 1 / LARGEST <= weight <= LARGEST
+    return bool(sums) and all(  # False for NaN
+        abs(total) <= LARGEST
+        and 1 / LARGEST <= weight <= LARGEST
+        and abs(total / weight) <= LARGEST
         for total, weight in sums.values()
     )
 

@@ -168,14 +168,14 @@ async def test_task_takes_only_an_answer_of_its_kind_and_of_its_device(
         assert (await measures(place, other)).status == 404
         update = f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
         assert (await place.ask("HEAD", update, 3)).status == 404
-        malformed: dict[str, Any]
-        for malformed in (
+        wrong_sums: tuple[dict[str, Any], ...] = (
             {"sums": {}},
             {"sums": {"accuracy": (1.0, 0.0)}},
             {"sums": {"accuracy": (1e300, 1.0)}},
             {"sums": {"a" * 201: (1.0, 1.0)}},
             {"sums": {f"m{n}": (1.0, 1.0) for n in range(101)}},
-        ):
+        )
+        for malformed in wrong_sums:
             assert (await measures(place, offer, **malformed)).json["reason"] == "malformed"
         await measures(place, offer)
         await outcomes(hand, measured=1)
@@ -240,5 +240,7 @@ async def test_last_version_is_evaluated_after_the_runs_end(
         await outcomes(hand, measured=2)
         still = await place.check_in(3, wait_s=5, evaluates=True)
         assert still.status == 204, "another device's answer may be missing"
-        await hand.client.call("DEL", hand.keys.evaluation)
-        assert (await place.check_in(3, wait_s=50, evaluates=True)).json["reason"] == "run over"
+        waits = asyncio.create_task(place.check_in(3, wait_s=50, evaluates=True))
+        await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
+        place.context.stop.set()
+        assert (await waits).json["reason"] == "run over", "also if the gateway stops before"
