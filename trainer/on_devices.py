@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, fsum, isfinite, isnan, sqrt
-from statistics import median
+from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -173,14 +173,14 @@ def totals(answers: Mapping[int, Measured], most_weight: float | None = None) ->
     """Add up the devices' sums and weights, exactly rounded, so in any order.
 
     An untrusted site's device may claim any weight. Such a metric counts with at most
-    ``most_weight``, or if that is None, with 10 times the median of all devices' weights, and in
-    proportion with its sum.
+    ``most_weight``, or if that is None, with 10 times the median of all devices' weights (the lower
+    of the middle two), and in proportion with its sum.
     """
     names = {name: None for answer in answers.values() for name in answer.sums}
     found = {}
     for name in names:
         told = [(one.sums[name], one.trusted) for one in answers.values() if name in one.sums]
-        most = most_weight or _WEIGHTS * median(weight for (_, weight), _ in told)
+        most = most_weight or _WEIGHTS * median_low(weight for (_, weight), _ in told)
         counted = [
             (total, weight) if trusted or weight <= most else (total / weight * most, most)
             for (total, weight), trusted in told

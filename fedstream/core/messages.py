@@ -375,7 +375,7 @@ class DevicesEvaluated(Message):
     evaluation: Id  # ordered by time: an earlier one has ended before
     version: Count  # the version that was evaluated
     base: Name  # digest of its model, as given
-    devices: Count  # that were asked
+    devices: Count  # that were chosen
     outcomes: dict[Name, Count]  # of the devices, by outcome; they add up to `devices`
     # The sums over all measured devices, and the metrics that follow from them, with their spread.
     # Both are empty if fewer devices than `evaluator.on_devices.min_devices` were measured.

@@ -185,7 +185,7 @@ class EvaluationEnded(Message):
     evaluation: Name
     measured: Count  # the version that was evaluated
     base: Name  # digest of its model, as given
-    devices: Count  # that were asked
+    devices: Count  # that were chosen
     outcomes: Counts  # of the devices
     sums: dict[Name, Sum] = Field(default_factory=dict)  # over the measured devices
     metrics: dict[Name, float] = Field(default_factory=dict)

@@ -156,6 +156,11 @@ def test_what_an_untrusted_device_claims_is_bounded() -> None:
     assert totals(answers)["loss"][1] == 1e9 + 40.0
 
 
+def test_one_of_two_untrusted_devices_does_not_set_the_limit_of_its_weight() -> None:
+    answers = {n: of_site(n, {"loss": (w, w)}, trusted=False) for n, w in ((0, 10.0), (1, 1e12))}
+    assert totals(answers)["loss"] == (110.0, 110.0)
+
+
 def test_the_largest_metrics_that_count_do_not_overflow() -> None:
     answers = {n: of_site(n, {"loss": (1e30, 1e30)}, trusted=False) for n in range(3)}
     answers[3] = of_site(3, {"loss": (1e30, 1.0)}, trusted=False)
@@ -177,7 +182,7 @@ def test_devices_cannot_name_metrics_without_limit() -> None:
     assert names.of([again, *honest]) == ["loss"]
     answers = {one.device: one for one in [again, *honest]}
     settings = OnDevicesSettings(count=4)
-    about = {"evaluation": "e", "version": 4, "blob": "b", "base": "d"}
+    about: dict[str, Any] = {"evaluation": "e", "version": 4, "base": "d"}
     ended = result(answers, {"measured": 4}, settings, {}, names, **about)
     assert ended.sums == {"loss": (3.0, 3.0)}
     assert ended.metrics.keys() == {

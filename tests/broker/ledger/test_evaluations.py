@@ -63,7 +63,6 @@ def result(evaluation: OpenEvaluation, **outcomes: int) -> DevicesEvaluated:
     return DevicesEvaluated(
         evaluation=evaluation.id,
         version=evaluation.version,
-        blob=evaluation.model["blob"],
         base=evaluation.base,
         devices=len(evaluation.devices),
         outcomes=outcomes,
@@ -113,10 +112,32 @@ async def test_few_are_asked_at_a_time(hand: Hand) -> None:
     await hand.announce("gw", 1, 2, 3, 4, concurrent=True)
     evaluation = await begun(hand, 1, 2, 3, 4)
     tasks = [evaluation.task(task_id(n, bytes(10)), n) for n in (1, 2, 3, 4)]
-    assert await hand.ledger.ask_devices(evaluation, 0.1, tasks) == 1
-    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == 2
+    assert await hand.ledger.ask_devices(evaluation, 0.1, tasks) == (1, 1)
+    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (2, 2)
     assert await hand.client.call("XLEN", hand.keys.tasks_of("gw")) == 2
-    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == 2  # asked again: no one twice
+    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (
+        2,
+        2,
+    )  # asked again: no one twice
+
+
+async def test_devices_that_were_not_asked_in_time_count_too(hand: Hand) -> None:
+    """Otherwise the counts would differ from the outcomes in the journal."""
+    await hand.create()
+    await hand.announce("gw", 1, 2, 3, 4, concurrent=True)
+    evaluation = await begun(hand, 1, 2, 3, 4)
+    task = evaluation.task(task_id(1, bytes(10)), 1)
+    assert await hand.ledger.ask_devices(evaluation, 0.1, [task]) == (1, 1)
+    assert await say(hand, task) == ("evaluated", "measured")
+    task = evaluation.task(task_id(2, bytes(10)), 2)
+    assert await hand.ledger.ask_devices(evaluation, 0.1, [task]) == (1, 1)
+    assert await hand.ledger.end_evaluation(1, result(evaluation)) == "ended"
+    assert await counts(hand) == {
+        "evaluations": 4,
+        "evaluated:measured": 1,
+        "evaluated:no answer in time": 3,
+    }
+    assert await hand.ledger.ask_devices(evaluation, 0.1, [task]) == (0, 0)
 
 
 async def test_tasks_go_to_the_owner(hand: Hand) -> None:
