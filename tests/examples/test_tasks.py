@@ -30,7 +30,7 @@ def keys(name: str) -> list[str]:
     return [word for word in command if "=" in word]
 
 
-# The worst last values of seeds 0 to 4 were 1.0, 63.5, 0.905, 0.33, 0.876, 0.06 and 3.26.
+# The worst last values of seeds 0 to 4 were 1.0, 63.5, 0.905, 0.33, 0.876, 0.06 and 3.66.
 @pytest.mark.filterwarnings(PEFT_READS)
 @pytest.mark.parametrize(
     ("name", "metric", "first", "last"),
@@ -74,8 +74,10 @@ def test_adapter_alone_changes_and_models_are_whole(tmp_path: Path) -> None:
     assert model.load_state_dict(last, strict=False) == (["base_model.model.lm_head.weight"], [])
     model.load_state_dict(load_file(tmp_path / "one" / "model.safetensors"))  # has both names
     assert all(torch.equal(model.state_dict()[key], last[key]) for key in last)
+    test_data = task.test_data()
+    assert test_data is not None
     with torch.no_grad():
-        loss = float(task.metrics(model, task.test_data())["loss"])
+        loss = float(task.metrics(model, test_data)["loss"])
     assert loss == one.summary["metrics"]["loss"]
 
 
