@@ -12,7 +12,16 @@ from fedstream.runtime import process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator", "sinks", "gateway")
+SERVICES = (
+    "coordinator",
+    "scheduler",
+    "updater",
+    "trainer",
+    "evaluator",
+    "sinks",
+    "gateway",
+    "helper",
+)
 
 
 def main() -> None:

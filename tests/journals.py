@@ -21,6 +21,7 @@ from fedstream.core.records import NO_QUARANTINES
 from fedstream.journal import (
     QUARANTINES,
     VECTORS,
+    EvaluationEnded,
     QuarantineSet,
     RoundClosed,
     SegmentHead,
@@ -30,7 +31,7 @@ from fedstream.journal import (
 )
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
-from fedstream.journal.records import DROPPED_ROUNDS, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
 from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
@@ -187,6 +188,28 @@ class Scribe:
         self.writer.append(record)
         return record
 
+    def evaluate(self, **metrics: float) -> EvaluationEnded:
+        """An evaluation of the newest version ends; the first one takes a segment of its own."""
+        if EVALUATIONS not in self.head.needs:
+            self.head = self.head.model_copy(update={"needs": (*self.head.needs, EVALUATIONS)})
+            self.segment()
+        entry = self._entry()
+        record = EvaluationEnded(
+            entry=entry,
+            evaluation=f"evaluation-{self.records:04}",
+            measured=self.version,
+            base=self.digests[self.version],
+            devices=3,
+            outcomes={"measured": 2, "no test data": 1} if metrics else {"no answer in time": 3},
+            sums={name: (10 * value, 10.0) for name, value in metrics.items()},
+            metrics={f"devices_{name}": value for name, value in metrics.items()},
+            version=self.version,
+            time=self._time,
+            received=self._time,
+        )
+        self.writer.append(record)
+        return record
+
     def segment(self, strategy: Strategy | None = None, *, epoch: int | None = None) -> None:
         """The next segment begins where this one ends; ``epoch``: its writer is another."""
         cut, follows = self.writer.size, self.writer.chain.hex()
@@ -312,8 +335,8 @@ class Scribe:
 
 def write_golden() -> None:
     """A small journal of each strategy, of each wire format of updates and models, one with
-    quarantines, one with a dropped round, one with a server optimizer, and two with digests by
-    BLAKE3 (all others are by SHA-256).
+    quarantines, one with evaluations on the devices, one with a dropped round, one with a server
+    optimizer, and two with digests by BLAKE3 (all others are by SHA-256).
 
     With the digests of their versions.
 
@@ -329,6 +352,7 @@ def write_golden() -> None:
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
+    journals["evaluations"] = FedAsyncSettings(), "f32"
     journals["optimizer"] = FedBuffSettings(buffer_size=2, server=Yogi()), "f32"
     journals["dropped"] = FedAvgSettings(clients_per_round=3), "f32"
     blake3 = {"blake3": "f32", "blake3-models": "int8"}  # what they publish in
@@ -371,6 +395,8 @@ def write_golden() -> None:
                 scribe.refuse(2, "device quarantined")
             if name == "dropped" and n == 8:
                 scribe.close_round(drops=True)
+            if name == "evaluations" and n in (3, 7, 8):
+                scribe.evaluate(**({"accuracy": n / 10, "loss": 1.5} if n != 7 else {}))
             if name == "quarantine" and n == 9:
                 scribe.segment()
                 scribe.quarantine(7, release=True)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from fedstream.core.messages import task_id
 from fedstream.core.reasons import DOES_NOT_EVALUATE, NO_ANSWER, NO_TEST_DATA
 from fedstream.runtime.backoff import pause
-from fedstream.trainer.on_devices import Choice, result
+from fedstream.trainer.on_devices import Choice, Names, result
 
 if TYPE_CHECKING:
     from fedstream.broker.ledger.evaluator import EvaluatorLedger, OpenEvaluation
-    from fedstream.core.messages import Goal
+    from fedstream.broker.streams import Reader
+    from fedstream.core.messages import DevicesEvaluated, Goal
     from fedstream.core.records import Best, Head, Run
     from fedstream.runtime.service import Context
     from fedstream.trainer.goals import Goals
@@ -28,7 +29,11 @@ Candidate: TypeAlias = Callable[
 ]
 
 _LOOK_S = 0.02  # between two looks at an evaluation,
-_LOOK_DEVICE_S = 5e-5  # and in addition for each of its devices
+_LOOK_DEVICE_S = 5e-5  # in addition for each of its devices,
+_LOOK_SHARE = 0.05  # of the time since it began,
+_LONGEST_LOOK_S = 1.0  # and at most
+_ABSENT_S = 0.2  # between two looks for devices while none is there
+_ASKING_S = 1.0  # for which tasks are sent before the next look
 _AT_ONCE = 500  # tasks in a request
 
 
@@ -40,12 +45,14 @@ class DeviceEvaluations:
         settings: OnDevicesSettings,
         every: int,
         ledger: EvaluatorLedger,
+        versions: Reader,
         context: Context,
         goals: Goals,
         candidate: Candidate,
         found: Callable[[dict[str, float], int], str],
     ) -> None:
-        """``every``: versions between two evaluations. ``goals``: the task's.
+        """``every``: versions between two evaluations. ``versions``: reads new ones; nobody else
+        uses it. ``goals``: the task's.
 
         ``candidate``: takes a version's metrics, number, given digest and blob; returns it as the
         one that may be the best, with the goal of its metric; () if it can't be.
@@ -55,27 +62,44 @@ class DeviceEvaluations:
         self._settings = settings
         self._every = every
         self._ledger = ledger
+        self._versions = versions
         self._context = context
         self._goals = goals
         self._found = found
         self._last: int | None = None  # the version evaluated last
         self._choice = Choice(settings, 0)
+        self._names = Names()
+        self._is_alone = False  # no device was present at the last look, and that was logged
+        self._most = _AT_ONCE  # tasks that may be open, by the last request
+        # The result that was sent to the queue: whether it arrived, or was dealt with, is unsure.
+        self._unsure: DevicesEvaluated | None = None
 
     def begin(self, run: Run, last: int | None) -> None:
         """Begin with a run. ``last``: the version evaluated last; None: none was."""
-        self._last = last
-        self._choice = Choice(self._settings, run.seed)
+        self._last, self._unsure = last, None
+        self._choice, self._names = Choice(self._settings, run.seed), Names()
 
     async def step(self, run: Run) -> None:
         """Take the evaluation under way further, or open one if it is due."""
         evaluation = await self._ledger.evaluation()
-        if evaluation is not None:
+        unsure = self._unsure
+        if unsure is not None and (evaluation is None or evaluation.id != unsure.evaluation):
+            await self._ended(unsure)
+        elif evaluation is not None:
             await self._go_on(evaluation)
-            return
-        head = await self._ledger.head()
-        is_over = run.state == "finished"
-        if head is None or not self._is_due(head, is_over) or not await self._open(run, head):
-            await pause(self._context.stop, 0.5 if is_over else _LOOK_S)
+        else:
+            await self._open_if_due(run)
+
+    async def _open_if_due(self, run: Run) -> None:
+        """Open an evaluation of the newest version, or wait for a newer one or for devices."""
+        head, is_over = await self._ledger.head(), run.state == "finished"
+        if head is None or not self._is_due(head, is_over):
+            if is_over:
+                await pause(self._context.stop, 0.5)
+            else:
+                await self._versions.read(count=1000)
+        elif not await self._open(run, head):
+            await pause(self._context.stop, _ABSENT_S)
 
     def _is_due(self, head: Head, is_over: bool) -> bool:
         if self._last is None:
@@ -90,7 +114,11 @@ class DeviceEvaluations:
         if barred:
             present = [device for device in present if device not in barred]
         if not present:
+            if not self._is_alone:
+                self._context.log.warning("no device is there to evaluate", version=head.version)
+            self._is_alone = True
             return False
+        self._is_alone = False
         devices = self._choice.of(present, head.version)
         now = self._ledger.now()
         id_, deadline = task_id(round(now * 1000)), now + self._settings.timeout_s
@@ -102,17 +130,30 @@ class DeviceEvaluations:
 
     async def _go_on(self, evaluation: OpenEvaluation) -> None:
         """Send tasks as others are answered; end the evaluation when it is over."""
-        now = self._ledger.now()
-        if now < evaluation.deadline:
-            if waiting := evaluation.waiting[:_AT_ONCE]:
-                ms = round(now * 1000)
-                tasks = [evaluation.task(task_id(ms), device) for device in waiting]
-                await self._ledger.ask_devices(evaluation, self._settings.share, tasks)
-            if len(evaluation.answered) < len(evaluation.devices):
-                rest = _LOOK_S + _LOOK_DEVICE_S * len(evaluation.devices)
-                await pause(self._context.stop, min(rest, evaluation.deadline - now))
+        await self._ask(evaluation)
+        left = evaluation.deadline - self._ledger.now()
+        if left <= 0 or len(evaluation.answered) >= len(evaluation.devices):
+            await self._end(evaluation)
+            return
+        rest = _LOOK_S + _LOOK_DEVICE_S * len(evaluation.devices)
+        rest = max(rest, _LOOK_SHARE * (self._settings.timeout_s - left))
+        await pause(self._context.stop, min(rest, _LONGEST_LOOK_S, left))
+
+    async def _ask(self, evaluation: OpenEvaluation) -> None:
+        """Send tasks for a while, or until every device has or had one."""
+        waiting, now = evaluation.waiting, self._ledger.now()
+        until = min(now + _ASKING_S, evaluation.deadline)
+        while waiting and now < until and not self._context.stop.is_set():
+            ms = round(now * 1000)
+            some = waiting[: min(_AT_ONCE, self._most)]
+            tasks = [evaluation.task(task_id(ms), device) for device in some]
+            passed, most = await self._ledger.ask_devices(evaluation, self._settings.share, tasks)
+            if not most:  # it is over
                 return
-        await self._end(evaluation)
+            waiting, self._most = waiting[passed:], most
+            if waiting:
+                await pause(self._context.stop, _LOOK_S)
+            now = self._ledger.now()
 
     async def _end(self, evaluation: OpenEvaluation) -> None:
         answers = await self._ledger.answers()
@@ -126,25 +167,34 @@ class DeviceEvaluations:
             outcomes,
             self._settings,
             self._goals,
+            self._names,
             evaluation=evaluation.id,
             version=evaluation.version,
             base=evaluation.base,
         )
-        metrics = ended.metrics
         best = self._candidate(
-            metrics, evaluation.version, evaluation.base, evaluation.model["blob"]
+            ended.metrics, evaluation.version, evaluation.base, evaluation.model["blob"]
         )
-        if await self._ledger.end_evaluation(len(answers), ended, *best) == "more":
-            return
-        self._last = evaluation.version
         self._choice.without_data(
             device
             for device, answer in answers.items()
             if answer.outcome in (NO_TEST_DATA, DOES_NOT_EVALUATE)
         )
-        log = self._context.log
-        (log.info if metrics else log.warning)(
-            "devices evaluated", version=ended.version, found=ended.summary, metrics=metrics
-        )
-        if metrics and (why := self._found(metrics, evaluation.version)):
+        self._unsure = ended
+        if await self._ledger.end_evaluation(len(answers), ended, *best) == "more":
+            self._unsure = None
+        else:
+            await self._ended(ended)
+
+    async def _ended(self, ended: DevicesEvaluated) -> None:
+        """Go on after an evaluation; called again if Redis fails meanwhile."""
+        metrics = ended.metrics
+        if self._last != ended.version:
+            log = self._context.log
+            (log.info if metrics else log.warning)(
+                "devices evaluated", version=ended.version, found=ended.summary, metrics=metrics
+            )
+        self._last = ended.version
+        if metrics and (why := self._found(metrics, ended.version)):
             await self._ledger.finish(why)
+        self._unsure = None

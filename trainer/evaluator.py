@@ -136,6 +136,7 @@ class Evaluator:
                 on_devices,
                 every,
                 self._ledger,
+                Reader(self._client, {self._keys.models: "0"}),
                 context,
                 self._learning.goal,
                 self._candidate,

@@ -24,6 +24,7 @@ from fedstream.trainer.task import untrained
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
     from torch.utils.data import Dataset
 
     from fedstream.core.formats import Format
@@ -120,11 +121,9 @@ class Learner:
 
         ``memory``: error feedback of the device's last update; None: zero.
         """
-        vector.load(start.model, self._module)
-        if start.local is not None:
-            vector.load_part(start.local, self._module)
+        module = self._loaded_with(start.model, start.local)
         work = replace(work, descents=count())
-        trained = self.task.train(self._module, self._data(work.device), work)
+        trained = self.task.train(module, self._data(work.device), work)
         vector.read(self._module, into)
         local = local_values.read(self._module, self.layout)
         took = as_sent(
@@ -150,10 +149,14 @@ class Learner:
         data = self.task.device_test_data(device)
         if data is None:
             return None
+        return sums_of(self.task, self._loaded_with(model, local), placed(data, self._place))
+
+    def _loaded_with(self, model: Model, local: Model | None) -> nn.Module:
+        """The module with a model's values, and a device's own of local tensors."""
         vector.load(model, self._module)
         if local is not None:
             vector.load_part(local, self._module)
-        return sums_of(self.task, self._module, placed(data, self._place))
+        return self._module
 
     def _loaded(self, device: int) -> Dataset[Any]:
         """The data of a device. Raises DataError if the data is empty, and the task's errors."""

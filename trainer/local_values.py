@@ -2,7 +2,7 @@
 
 A device begins with version 0's values, which come with every whole model. After a task whose
 answer was accepted, it keeps those that it has trained; a task that was given up changes nothing.
-To use a device's values, load a whole model into the module, then these (``vector.load_part``).
+``Learner.load`` puts a whole model into the module, then the device's values.
 
 Trainers keep them by :class:`fedstream.trainer.saved_work.LocalValues`, devices over HTTPS in their
 folder, and simulations in memory.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.published import read_model
 from fedstream.core import reasons
-from fedstream.core.errors import BlobMissing
+from fedstream.core.errors import BlobMissing, FedstreamError
 from fedstream.core.layout import Model
 from fedstream.core.messages import Evaluation, Measured
 from fedstream.trainer.failures import Guard
@@ -56,7 +56,7 @@ async def measurement(
     """Evaluate a version on a device. ``lost``: set when the lease is lost.
 
     The time that a simulated device would take does not count, nor its availability. Raises
-    Cancelled if the lease is lost or the trainer is told to stop.
+    Cancelled if the lease is lost or the trainer is told to stop, and retriable errors of Redis.
     """
     stop, began = shared.context.stop, time.monotonic()
     answer = Measured(
@@ -83,13 +83,15 @@ async def measurement(
             local = await shared.local.of(task.device)
             found = await shared.thread.run(shared.learner.measure, model, local, task.device)
         reason = reasons.NO_TEST_DATA if found is None else None
-    except (Cancelled, asyncio.CancelledError):
+    except Cancelled:
         raise
     except NoLabels:
         reason = reasons.NO_TEST_DATA
     except BlobMissing:  # the evaluation is over
         reason = reasons.DEADLINE_PASSED
     except Exception as error:
+        if isinstance(error, FedstreamError) and error.retriable:
+            raise
         await shared.failures.raised(error, task, task.version)
         reason = reasons.raised(error)
     if is_cancelled():

@@ -8,15 +8,17 @@ answers with its metrics' sums and weights alone.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, fsum, isfinite, isnan, sqrt
-from statistics import median
+from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from fedstream.core.messages import DevicesEvaluated, Measured, Sum
+from fedstream.core.errors import DataError
+from fedstream.core.messages import METRIC_CHARS, METRICS, DevicesEvaluated, Measured, Sum
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import Processor, placed
 from fedstream.trainer.goals import ON_DEVICES, Goals, goal_of
@@ -147,11 +149,18 @@ def sums_of(task: Task, module: nn.Module, data: Dataset[Any]) -> tuple[int, dic
 
     A metric that is no :class:`Mean` is weighted by the samples. One that is not finite here (an
     AUC of a single class) is left out, unless none is finite. Raises the errors of
-    :func:`measured`.
+    :func:`measured`, NoLabels without samples, and DataError for metrics that can't be sent.
     """
     samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    if not samples:
+        raise NoLabels("there is nothing to evaluate: the test data have no rows")
     every = measured_means(task, module, data)
     found = {name: one for name, one in every.items() if isfinite(one)} or every
+    if len(found) > METRICS or not all(1 <= len(name) <= METRIC_CHARS for name in found):
+        raise DataError(
+            f"metrics() returned {len(found)} metrics: a device sends at most {METRICS}, with "
+            f"names of 1 to {METRIC_CHARS} characters"
+        )
     return samples, {
         name: (value.sum, value.count)
         if isinstance(value, Mean)
@@ -164,14 +173,14 @@ def totals(answers: Mapping[int, Measured], most_weight: float | None = None) ->
     """Add up the devices' sums and weights, exactly rounded, so in any order.
 
     An untrusted site's device may claim any weight. Such a metric counts with at most
-    ``most_weight``, or if that is None, with 10 times the median of all devices' weights, and in
-    proportion with its sum.
+    ``most_weight``, or if that is None, with 10 times the median of all devices' weights (the lower
+    of the middle two), and in proportion with its sum.
     """
     names = {name: None for answer in answers.values() for name in answer.sums}
     found = {}
     for name in names:
         told = [(one.sums[name], one.trusted) for one in answers.values() if name in one.sums]
-        most = most_weight or _WEIGHTS * median(weight for (_, weight), _ in told)
+        most = most_weight or _WEIGHTS * median_low(weight for (_, weight), _ in told)
         counted = [
             (total, weight) if trusted or weight <= most else (total / weight * most, most)
             for (total, weight), trusted in told
@@ -196,21 +205,48 @@ def metrics_over(
     return over_rows | spread(each, declared)
 
 
+def _only(names: Sequence[str], answer: Measured) -> Measured:
+    sums = {name: answer.sums[name] for name in names if name in answer.sums}
+    return answer.model_copy(update={"sums": sums})
+
+
+class Names:
+    """The metrics of a run that count: the first 100 that devices report.
+
+    So what devices name their metrics can't fill journals, tables and monitoring. Of new names,
+    those that most devices report come first.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+
+    def of(self, answers: Iterable[Measured]) -> list[str]:
+        """The names that count, in alphabetical order, among those in answers."""
+        told = Counter(name for answer in answers for name in answer.sums)
+        for name, _ in sorted(told.items(), key=lambda one: (-one[1], one[0])):
+            if len(self._known) < METRICS:
+                self._known.setdefault(name)
+        return sorted(told.keys() & self._known.keys())
+
+
 def result(
     measured: Mapping[int, Measured],
     outcomes: Mapping[str, int],
     settings: OnDevicesSettings,
     declared: Goals,
+    names: Names,
     **about: Any,
 ) -> DevicesEvaluated:
     """The result of an evaluation, without metrics if too few devices were measured.
 
-    ``measured``: their answers, by device. ``outcomes``: of all devices. ``about``: the result's
-    other fields.
+    ``measured``: their answers, by device. ``outcomes``: of all devices. ``names``: the run's.
+    ``about``: the result's other fields.
     """
     sums: dict[str, Sum] = {}
     metrics: dict[str, float] = {}
     if len(measured) >= settings.min_devices:
+        counted = names.of(measured.values())
+        measured = {device: _only(counted, answer) for device, answer in measured.items()}
         sums = totals(measured, settings.most_weight)
         metrics = metrics_over(sums, measured, declared)
     return DevicesEvaluated(

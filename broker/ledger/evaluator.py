@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ from fedstream.broker import blobs
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights, packed
 from fedstream.broker.ledger.queries import device_of
-from fedstream.broker.scripts import Script, load_all
+from fedstream.broker.scripts import Script
 from fedstream.core.messages import DevicesEvaluated, Evaluation, Event, Goal, Measured
-from fedstream.core.records import Best, Head
+from fedstream.core.records import Best, Head, mapping
 
 _PIN = Script("pin")
 _TELL = Script("tell")
@@ -44,6 +44,25 @@ class OpenEvaluation:
     asked: Collection[int] = field(default_factory=frozenset)  # devices with an open task
     answered: Collection[int] = field(default_factory=frozenset)
 
+    @classmethod
+    def parsed(
+        cls, flat: Sequence[bytes], asked: Iterable[bytes] = (), answered: Iterable[bytes] = ()
+    ) -> OpenEvaluation | None:
+        """Parse the key's fields, and the devices that the registers name; None without fields."""
+        record = mapping(flat)
+        if not record:
+            return None
+        about = msgpack.unpackb(record["about"])
+        return cls(
+            id=record["id"].decode(),
+            version=int(record["version"]),
+            devices=tuple(about["devices"]),
+            deadline=int(record["until_ms"]) / 1000,
+            model=about["model"],
+            asked=frozenset(map(int, asked)),
+            answered=frozenset(map(int, answered)),
+        )
+
     @property
     def base(self) -> str:
         """The digest by which devices know the version."""
@@ -62,7 +81,7 @@ class OpenEvaluation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EvaluatedDevice:
     """What became of a device's evaluation."""
 
     outcome: str
@@ -83,10 +102,6 @@ class EvaluatorLedger(Finishing):
         """
         await self._run(_TELL, event.encode(), *_candidate(found, goal))
 
-    async def prepare_evaluations(self) -> None:
-        """Load every script for all users, as trainers may load none."""
-        await load_all(self._client)
-
     async def present(self, devices: int) -> Sequence[int]:
         """The devices of a run of ``devices`` that a live trainer serves now, in order."""
         owned, pool, alive = await self._client.pipeline(
@@ -103,25 +118,14 @@ class EvaluatorLedger(Finishing):
 
     async def evaluation(self) -> OpenEvaluation | None:
         """Read the evaluation that is under way; None if there is none."""
-        flat, asked, answered = await self._client.pipeline(
-            [
-                ("HGETALL", self.keys.evaluation),
-                ("HKEYS", self.keys.evaluations),
-                ("HKEYS", self.keys.measured),
-            ]
-        )
-        if not flat:
-            return None
-        record = dict(zip(flat[::2], flat[1::2], strict=True))
-        about = msgpack.unpackb(record[b"about"])
-        return OpenEvaluation(
-            id=record[b"id"].decode(),
-            version=int(record[b"version"]),
-            devices=tuple(about["devices"]),
-            deadline=int(record[b"until_ms"]) / 1000,
-            model=about["model"],
-            asked=frozenset(map(int, asked)),
-            answered=frozenset(map(int, answered)),
+        return OpenEvaluation.parsed(
+            *await self._client.pipeline(
+                [
+                    ("HGETALL", self.keys.evaluation),
+                    ("HKEYS", self.keys.evaluations),
+                    ("HKEYS", self.keys.measured),
+                ]
+            )
         )
 
     async def open_evaluation(
@@ -153,19 +157,24 @@ class EvaluatorLedger(Finishing):
 
     async def ask_devices(
         self, evaluation: OpenEvaluation, share: float, tasks: Sequence[Evaluation]
-    ) -> int:
-        """Send tasks while fewer than a share of the workers have one; return how many are open."""
-        parts = [part for one in tasks for part in (one.task, one.device, one.encode())]
-        return int(await self._run(_ASK_DEVICES, evaluation.id, repr(share), *parts))
+    ) -> tuple[int, int]:
+        """Send tasks, in order, while fewer than a share of the workers have one.
 
-    async def answers(self) -> dict[int, Answer]:
+        Returns of how many devices that is settled, as they have or had a task, and how many tasks
+        may be open now; (0, 0) if the evaluation is over.
+        """
+        parts = [part for one in tasks for part in (one.task, one.device, one.encode())]
+        settled, most = await self._run(_ASK_DEVICES, evaluation.id, repr(share), *parts)
+        return int(settled), int(most)
+
+    async def answers(self) -> dict[int, EvaluatedDevice]:
         """Read what became of the devices that have answered, in order of their numbers."""
         flat = await self._client.call("HGETALL", self.keys.measured)
         found = {}
         for device, data in zip(flat[::2], flat[1::2], strict=True):
             fields = msgpack.unpackb(data, raw=True)
             answer = fields[b"answer"]
-            found[int(device)] = Answer(
+            found[int(device)] = EvaluatedDevice(
                 fields[b"outcome"].decode(), Measured.decode(answer) if answer else None
             )
         return dict(sorted(found.items()))
@@ -186,6 +195,7 @@ class EvaluatorLedger(Finishing):
             _END_EVALUATION,
             ended.evaluation,
             answered,
+            ended.devices,
             ended.encode(),
             TRAINERS,
             *_candidate(found, goal),

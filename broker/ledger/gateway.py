@@ -18,6 +18,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
 from fedstream.broker.ledger.base import Rights, word
+from fedstream.broker.ledger.evaluator import OpenEvaluation
 from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.scripts import Script
@@ -44,6 +45,7 @@ RIGHTS = Rights(
             commands=("evalsha", "get", "set", "hget", "hset", "hdel"),
         ),
         Rights(reads=("open", "evaluations"), commands=("hexists",)),
+        Rights(reads=("evaluation",), commands=("hgetall",)),
         Rights(both=("gateway:{site}:moves",), commands=("xadd", "xread", "xrange")),
         Rights(both=("gateway:{site}:upload:*",), commands=partial_blobs.ON_NOTE),
         Rights(writes=("update:{site}/*",), commands=partial_blobs.ON_BLOB),
@@ -191,6 +193,10 @@ class GatewayLedger(TakesTasks):
     async def is_evaluating(self, device: int) -> bool:
         """Whether a device has an open task of an evaluation."""
         return bool(await self._client.call("HEXISTS", self.keys.evaluations, device))
+
+    async def evaluation_under_way(self) -> OpenEvaluation | None:
+        """Read the evaluation that is under way, without its registers of devices."""
+        return OpenEvaluation.parsed(await self._client.call("HGETALL", self.keys.evaluation))
 
 
 def _fate(admitted: bytes | None, ended: Sequence[bytes]) -> Fate:

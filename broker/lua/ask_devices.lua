@@ -3,9 +3,10 @@
 -- Opens tasks of an evaluation while fewer than a share of the workers have one: each goes to the
 -- device's owner, or else to the pool. A device that has or had one gets no other, so the request may
 -- be repeated. ARGV: the evaluation's id, the share, and for each task its id, the device, the
--- message. Returns how many tasks are open.
+-- message. Returns how many of the devices, in order, have or had a task, and how many tasks may be
+-- open; 0 and 0 if the evaluation is over.
 local id, share = ARGV[1], tonumber(ARGV[2])
-if redis.call('HGET', key.evaluation, 'id') ~= id then return 0 end
+if redis.call('HGET', key.evaluation, 'id') ~= id then return {0, 0} end
 local owners = {}
 for i = 3, #ARGV, 3 do
   owners[i] = redis.call('HGET', key.owners, ARGV[i + 1])
@@ -13,10 +14,11 @@ for i = 3, #ARGV, 3 do
 end
 guard()
 local opened, most = redis.call('HLEN', key.evaluations), math.max(1, math.floor(share * workers()))
+local settled = 0
 for i = 3, #ARGV, 3 do
-  if opened >= most then break end
   local task, device, owner = ARGV[i], ARGV[i + 1], owners[i]
   if redis.call('HEXISTS', key.evaluations, device) + redis.call('HEXISTS', key.measured, device) == 0 then
+    if opened >= most then break end
     local entry = redis.call('XADD', stream_of(owner), '*', 'm', ARGV[i + 2])
     redis.call('HSET', key.evaluations, device, cmsgpack.pack({
       task = task, site = owner and site_of(owner) or 'pool', owner = owner or false, entry = entry,
@@ -24,5 +26,6 @@ for i = 3, #ARGV, 3 do
     count('evaluations')
     opened = opened + 1
   end
+  settled = settled + 1
 end
-return opened
+return {settled, most}

@@ -37,7 +37,7 @@ from fedstream.protocol.messages import (
     Beat,
     Body,
     CheckIn,
-    Measurement,
+    MetricsReport,
     Nothing,
     Surrender,
 )
@@ -196,7 +196,7 @@ class GatewayApp:
 
     async def _measurement(self, request: web.Request) -> web.StreamResponse:
         device = await self.device_of(request)
-        said = await self.said(request, Measurement)
+        said = await self.said(request, MetricsReport)
         self._heard(device)
         if self.is_stopping:
             raise self._not_yet()

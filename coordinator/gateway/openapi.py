@@ -172,7 +172,7 @@ _PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "post": {
             "summary": "Answer an evaluation with the metrics on the device's test data",
             "parameters": [_TASK, _ATTEMPT],
-            "requestBody": _asks("Measurement"),
+            "requestBody": _asks("MetricsReport"),
             "responses": {
                 "200": _says("taken, now or before", "Nothing"),
                 "404": _says("the evaluation is over", "Problem"),

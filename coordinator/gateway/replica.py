@@ -137,9 +137,14 @@ class RunCache:
             del self._known[next(iter(self._known))]
 
     async def version_of(self, digest: str) -> Head | None:
-        """The version whose published model has this digest; None unless it is recent."""
+        """The version whose published model has this digest; None unless it is recent.
+
+        Also that of the evaluation under way, which another replica may have offered.
+        """
         if digest not in self._known:
             await self.look()
+        if digest not in self._known and (evaluation := await self._ledger.evaluation_under_way()):
+            self.evaluated(evaluation.task(evaluation.id, 0))
         return self._known.get(digest)
 
     def forget(self, digest: str) -> None:

@@ -61,8 +61,12 @@ class Tasks:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is finished, and its last version evaluated on the devices."""
-        return self._run_cache.is_over and time.monotonic() >= self._evaluates_until
+        """Whether the run is finished, and its last version evaluated on the devices.
+
+        A gateway that stops tells devices so at once, as they might find no gateway later.
+        """
+        is_measured = time.monotonic() >= self._evaluates_until or self._context.stop.is_set()
+        return self._run_cache.is_over and is_measured
 
     async def take(self) -> None:
         """Take new tasks, or first our pending ones from before a restart or a lost reply."""
@@ -164,9 +168,13 @@ class Tasks:
             self._hears_since = now
         for held in self._sessions.gone(now, self._hears_since):
             await self.give_up(held, reasons.DROPPED_OUT)
-        evaluates = any(isinstance(held.task, Evaluation) for held in self._sessions)
-        may_evaluate = self._evaluates_until > -math.inf and not self._run_cache.is_over
-        if evaluates or may_evaluate:
+        if self._run_cache.is_over:
+            # That of the last version begins once the one under way has ended.
+            under_way = await self._ledger.evaluation_under_way()
+            evaluates = under_way is not None and under_way.deadline > self.now()
+        else:
+            evaluates = self._evaluates_until > -math.inf
+        if evaluates:
             self._evaluates_until = now + _LAST_S
         if self.is_over:
             self._sessions.release_all()

@@ -56,6 +56,7 @@ _COMMANDS = {
         "evaluator": "services:evaluator",
         "sinks": "services:sinks",
         "gateway": "services:gateway",
+        "helper": "services:helper",
     },
     "Take part in a run": {"device": "device:device"},
 }

@@ -22,6 +22,8 @@ from fedstream.cli.options import (
 )
 from fedstream.runtime import process
 
+_OF_HELPER = ("helper", "http", "log", "tracing")  # tables that it reads: none names a program
+
 
 def _serve(
     role: str,
@@ -101,6 +103,22 @@ def evaluator(config: Config = None, sets: Sets = None, name: ServiceName = None
 def gateway(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Serve devices outside the cluster over HTTPS; the name must stay the same."""
     _serve("gateway", config, sets, name)
+
+
+def helper(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
+    """Open sums of private updates, in another trust domain than the run. Needs no Redis.
+
+    Runs no program that the configuration names.
+    """
+    with process.importing():
+        from fedstream.runtime.process import end_with_parent
+        from fedstream.settings.config import read
+        from fedstream.settings.services import serve_role
+
+    end_with_parent()
+    settings = read(config, sets or (), trusted=False, keys=_OF_HELPER)
+    name = check_name("--name", name or socket.gethostname())
+    raise typer.Exit(serve_role("helper", settings, name))
 
 
 def sinks(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:

@@ -44,10 +44,11 @@ Goal = Literal["min", "max"]  # whether lower or higher values of a metric are b
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
-# Most metrics in a device's answer to an evaluation, and the largest magnitude of a sum or weight,
-# so that sums, squares and ratios over all devices stay finite.
+# Most metrics in a device's answer to an evaluation, and the largest sum, weight and mean that
+# count: their squares stay finite.
 METRICS = 100
 LARGEST = 1e30
+METRIC_CHARS = 200  # of a metric's name, as of any name
 # Most quarantined devices, and characters of a reason, as the scheduler reads them at every look.
 QUARANTINED = 1000
 WHY_QUARANTINED = 100
@@ -259,8 +260,10 @@ Sum = tuple[float, Annotated[float, Field(gt=0)]]
 
 def are_usable(sums: Mapping[str, Sum]) -> bool:
     """Whether there are metrics, all of them finite and of a usable size."""
-    return bool(sums) and all(
-        abs(total) <= LARGEST and 1 / LARGEST <= weight <= LARGEST
+    return bool(sums) and all(  # False for NaN
+        abs(total) <= LARGEST
+        and 1 / LARGEST <= weight <= LARGEST
+        and abs(total / weight) <= LARGEST
         for total, weight in sums.values()
     )
 
@@ -372,7 +375,7 @@ class DevicesEvaluated(Message):
     evaluation: Id  # ordered by time: an earlier one has ended before
     version: Count  # the version that was evaluated
     base: Name  # digest of its model, as given
-    devices: Count  # that were asked
+    devices: Count  # that were chosen
     outcomes: dict[Name, Count]  # of the devices, by outcome; they add up to `devices`
     # The sums over all measured devices, and the metrics that follow from them, with their spread.
     # Both are empty if fewer devices than `evaluator.on_devices.min_devices` were measured.

@@ -25,7 +25,7 @@ from fedstream.protocol.messages import (
     Enrolled,
     Enrolment,
     EvaluationOffer,
-    Measurement,
+    MetricsReport,
     Nothing,
     Offer,
     Surrender,
@@ -119,7 +119,7 @@ class OwnGateway:
         path = GIVE_UP_ROUTE.format(task=task)
         await self._asked("POST", path, surrender.encode(), what="giving up", expected={200})
 
-    async def measure(self, path: str, measurement: Measurement) -> bool:
+    async def measure(self, path: str, measurement: MetricsReport) -> bool:
         """Send the answer to an evaluation; False if the evaluation is over."""
         reply = await self._asked(
             "POST", path, measurement.encode(), what="the measurement", expected={200, 404}

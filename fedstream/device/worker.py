@@ -28,7 +28,7 @@ from fedstream.device.uploads import UpdateUpload
 from fedstream.protocol.messages import (
     CheckIn,
     EvaluationOffer,
-    Measurement,
+    MetricsReport,
     Offer,
     Surrender,
     UpdateReport,
@@ -44,7 +44,6 @@ from fedstream.trainer.workspace import Start
 
 if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Layout
-    from fedstream.core.messages import Sum
     from fedstream.device.gateway import OwnGateway
     from fedstream.protocol.messages import Receipt
     from fedstream.trainer.learner import Learned
@@ -211,7 +210,7 @@ class DeviceWorker:
 
     async def _evaluate(self, offer: EvaluationOffer, halt: Halt) -> None:
         """Measure a version on the device's test data, and send the metrics."""
-        version, began = offer.model.version, time.monotonic()
+        version = offer.model.version
         await self._check_layout(offer, offer.measurement.layout)
         try:
             found = await self._metrics(offer)
@@ -223,17 +222,18 @@ class DeviceWorker:
         if isinstance(found, str):
             await self._give_up(offer, found)
             return
-        samples, sums = found
-        seconds = time.monotonic() - began
-        said = Measurement(samples=samples, sums=sums, seconds=seconds)
-        if halt or not await self._gateway.measure(offer.measurement.url, said):
+        if halt or not await self._gateway.measure(offer.measurement.url, found):
             self._say(f"version {version}: measured too late, as the evaluation is over")
             return
-        means = (f"{name} {total / weight:.4g}" for name, (total, weight) in sums.items())
-        self._say(f"version {version}: {', '.join(means)} on {samples} samples, {seconds:.1f} s")
+        means = (f"{name} {total / weight:.4g}" for name, (total, weight) in found.sums.items())
+        self._say(
+            f"version {version}: {', '.join(means)} on {found.samples} samples, "
+            f"{found.seconds:.1f} s"
+        )
 
-    async def _metrics(self, offer: EvaluationOffer) -> tuple[int, dict[str, Sum]] | str:
-        """Samples, and each metric's sum and weight; or the reason why there are none."""
+    async def _metrics(self, offer: EvaluationOffer) -> MetricsReport | str:
+        """The metrics on the device's test data, or the reason why there are none."""
+        began = time.monotonic()
         try:
             layout = await self._whole(offer)
             model = await self._models.model(offer.model, layout)
@@ -246,7 +246,10 @@ class DeviceWorker:
             return reasons.NO_TEST_DATA
         if found is None:
             return reasons.NO_TEST_DATA
-        return found if are_usable(found[1]) else reasons.METRICS_NOT_FINITE
+        samples, sums = found
+        if not are_usable(sums):
+            return reasons.METRICS_NOT_FINITE
+        return MetricsReport(samples=samples, sums=sums, seconds=time.monotonic() - began)
 
     # training
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.flower import apps, records
-from fedstream.protocol.flower import RATES, loss_of, samples_of
+from fedstream.protocol.flower import RATES, loss_of, metrics_of, samples_of
 from fedstream.runtime.plugins import import_attribute
 from fedstream.trainer.data import seeded
 from fedstream.trainer.solvers import Cancelled, Proximal, Trained, Work
@@ -209,7 +209,7 @@ class FlowerTask(Task):
             content = self._ask("evaluate", partition, arrays, self._run_config, "")
             numbers = records.numbers_of(content)
             samples = samples_of(numbers, who)
-            for name, value in records.metrics_of(numbers).items():
+            for name, value in metrics_of(numbers).items():
                 sums[name] = sums.get(name, 0.0) + samples * value
                 weights[name] = weights.get(name, 0) + samples
         return {name: Mean(total, weights[name]) for name, total in sums.items()}

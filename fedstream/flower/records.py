@@ -16,7 +16,6 @@ import torch
 from numpy.lib import format as npy
 
 from fedstream.core.errors import DataError
-from fedstream.protocol.flower import SAMPLES
 
 if TYPE_CHECKING:
     from flwr.app import Array, ArrayRecord, RecordDict
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 # numpy has no bfloat16
 _WIDENED = {torch.bfloat16: torch.float32}
-_PREFIXES = ("eval_", "eval-")
-_SHORT = {"acc": "accuracy"}
 _LAYOUTS = 4096  # dtypes and shapes of tensors whose headers are kept
 
 
@@ -105,17 +102,6 @@ def numbers_of(content: RecordDict) -> dict[str, float]:
     for name, record in records:
         if not name.endswith("res.status"):
             found |= {k: v for k, v in record.items() if isinstance(v, int | float)}
-    return found
-
-
-def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under our names: ``eval_acc`` is ``accuracy``, ``eval_loss`` is ``loss``."""
-    found: dict[str, float] = {}
-    for name, value in numbers.items():
-        if name in SAMPLES:
-            continue
-        plain = next((name[len(p) :] for p in _PREFIXES if name.startswith(p)), name)
-        found[_SHORT.get(plain, plain)] = float(value)
     return found
 
 

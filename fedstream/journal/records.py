@@ -33,7 +33,7 @@ _YEAR_9999 = 253_402_300_799.0
 # Later values are not times: no calendar has them.
 Time = Annotated[float, Field(ge=0, le=_YEAR_9999)]  # seconds since 1970; in a simulation, since 0
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Mean = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Average = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # eight digits: names sort by it
 Number = Annotated[int, Field(ge=0, lt=10**6)]
 DeviceCount = Annotated[int, Field(ge=0, lt=2**31)]  # most devices
@@ -93,7 +93,7 @@ class Standing(Message):
     weight: Weight = 0.0  # summed there
     memory: Name | None = None  # digest of its model
     held: tuple[Contribution, ...] = ()
-    mean_staleness: Mean = 0.0
+    mean_staleness: Average = 0.0
     sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
     samples: tuple[Count, ...] = ()  # that the newest updates counted with, oldest first
     journalled: Counts = Field(default_factory=dict)  # ends of the journal's tasks, up to here
@@ -185,7 +185,7 @@ class EvaluationEnded(Message):
     evaluation: Name
     measured: Count  # the version that was evaluated
     base: Name  # digest of its model, as given
-    devices: Count  # that were asked
+    devices: Count  # that were chosen
     outcomes: Counts  # of the devices
     sums: dict[Name, Sum] = Field(default_factory=dict)  # over the measured devices
     metrics: dict[Name, float] = Field(default_factory=dict)

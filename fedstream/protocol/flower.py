@@ -10,6 +10,8 @@ from fedstream.core.errors import DataError
 
 SAMPLES: Final = ("num-examples", "num_examples")
 RATES: Final = ("lr", "learning-rate", "learning_rate")
+_PREFIXES: Final = ("eval_", "eval-")
+_SHORT: Final = {"acc": "accuracy"}
 _LOSSES: Final = ("train_loss", "train-loss", "loss")
 
 
@@ -28,3 +30,14 @@ def samples_of(numbers: Mapping[str, float], who: str) -> int:
 def loss_of(numbers: Mapping[str, float]) -> float | None:
     """The training loss, if the client reports one under a usual name."""
     return next((float(numbers[key]) for key in _LOSSES if key in numbers), None)
+
+
+def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under our names: ``eval_acc`` is ``accuracy``, ``eval_loss`` is ``loss``."""
+    found: dict[str, float] = {}
+    for name, value in numbers.items():
+        if name in SAMPLES:
+            continue
+        plain = next((name[len(p) :] for p in _PREFIXES if name.startswith(p)), name)
+        found[_SHORT.get(plain, plain)] = float(value)
+    return found

@@ -292,7 +292,7 @@ class Receipt(Body):
     reason: Annotated[str, Field(max_length=200)] | None = None
 
 
-class Measurement(Body):
+class MetricsReport(Body):
     """``POST /v1/tasks/{task}/measurements/{attempt}``: a model's metrics on a device's test data.
 
     Each metric is its sum over the test data and the sum of the weights: its mean is their ratio.
@@ -340,7 +340,7 @@ BODIES: Final[tuple[type[Body], ...]] = (
     Surrender,
     UpdateReport,
     Receipt,
-    Measurement,
+    MetricsReport,
     WrongOffset,
 )
 

@@ -20,6 +20,7 @@ from fedstream.coordinator.policies import InFlight, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
+from fedstream.helper.settings import HelperSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
 from fedstream.runtime.http import HttpSettings
@@ -84,6 +85,7 @@ class Settings(Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     gateway: GatewaySettings = GatewaySettings()
+    helper: HelperSettings = HelperSettings()
     lease: LeaseSettings = LeaseSettings()
     updater: UpdaterSettings = UpdaterSettings()
     journal: JournalSettings = JournalSettings()
@@ -238,10 +240,17 @@ class Settings(Section):
         gateway = _absolute(
             self.gateway, "tls_cert", "tls_key", "client_ca", "flower_app", "flower_keys"
         )
-        http = _absolute(self.http, "token_file", "certificates")
-        trainer = _absolute(self.trainer, "local_dir")
-        tables = {"run": run, "task": task, "redis": redis, "gateway": gateway, "http": http}
-        return self.model_copy(update=tables | {"trainer": trainer})
+        files = ("policy", "roster", "key", "store", "tls_cert", "tls_key", "client_ca")
+        made = {
+            "run": run,
+            "task": task,
+            "trainer": _absolute(self.trainer, "local_dir"),
+            "redis": redis,
+            "gateway": gateway,
+            "helper": _absolute(self.helper, *files),
+            "http": _absolute(self.http, "token_file", "certificates"),
+        }
+        return self.model_copy(update=made)
 
 
 _TableT = TypeVar("_TableT", bound=BaseModel)

@@ -321,6 +321,16 @@ def _gateway(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
     return service, settings.gateway.drain_s
 
 
+def _helper(settings: Settings, _keys: Keys, _name: str) -> tuple[Service, float]:
+    try:
+        from fedstream.helper.service import HelperService
+    except ImportError as error:  # or a release of it without HPKE
+        raise ConfigError(
+            "the helper needs the package cryptography: pip install 'fedstream[private]'"
+        ) from error
+    return HelperService(settings.helper, settings.http), settings.helper.drain_s
+
+
 _BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
     "coordinator": _coordinator,
     "scheduler": _scheduler,
@@ -329,6 +339,7 @@ _BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
     "evaluator": _evaluator,
     "sinks": _sinks,
     "gateway": _gateway,
+    "helper": _helper,
 }
 ROLES = tuple(_BUILDERS)
 
@@ -344,7 +355,11 @@ def serve_role(role: str, settings: Settings, name: str, page: MakePage | None =
     else:
         service, drain_s = _BUILDERS[role](settings, keys, name)
     # After the gateway was made, which notices renewals.
-    tls = settings.gateway.tls() if role == "gateway" else None
+    tls = None
+    if role == "gateway":
+        tls = settings.gateway.tls()
+    elif role == "helper":
+        tls = settings.helper.tls()
     return serve(
         service,
         http=http_of(role, settings),

@@ -22,7 +22,7 @@ from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.descent import channels_last
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
-from fedstream.trainer.on_devices import Choice, device_metrics, result, spread, sums_of
+from fedstream.trainer.on_devices import Choice, Names, device_metrics, result, spread, sums_of
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work
 from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
@@ -238,6 +238,7 @@ class Measuring:
         self._data = placed(data, self._place) if data is not None else None
         on_devices = settings.evaluator.on_devices
         self._choice = Choice(on_devices, settings.run.seed) if on_devices else None
+        self._names = Names()
         self.raised: list[DataError] = []
         """errors of metrics on devices' own test data, since the caller took them out"""
 
@@ -311,6 +312,7 @@ class Measuring:
             outcomes,
             settings,
             self._task.goal,
+            self._names,
             evaluation=f"{version:012d}",
             version=version,
             base="none",

@@ -31,7 +31,7 @@ SINKS: PluginRegistry[type[SinkSettings]] = PluginRegistry(
 SomeSink = Annotated[SinkSettings, OneOf(SINKS)]
 
 # Tables that are no parameters of a run: deployment, and possible secrets.
-_APART = {"redis", "http", "log", "tracing", "sinks"}
+_APART = {"redis", "http", "log", "tracing", "sinks", "helper"}
 
 
 def added(sinks: Sequence[SinkSettings], kinds: Iterable[str]) -> list[dict[str, Any]]:

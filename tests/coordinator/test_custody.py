@@ -58,6 +58,7 @@ async def works(run: Hand) -> None:
 MOVED_ASIDE = (
     *("events", "inbox:pool", "inbox:north", "triggers", "tasks"),
     *("alive", "trainers", "owners", "pool", "rates", "sites"),
+    *("evaluation", "evaluations", "measured"),
 )
 
 

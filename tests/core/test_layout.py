@@ -193,6 +193,12 @@ def test_values_of_unshared_tensors_are_named_but_do_not_count() -> None:
     assert one.with_controls().without_controls() == one
     local = replace(shared, unshared=Unshared(frozen, ("base",), "a" * 64))
     assert Layout.decode(local.encode()) == local != one
+    assert msgpack.unpackb(local.encode()) == {
+        "tensors": [["weight", [3], "float32", "parameter"]],
+        "unshared": [["base", [2, 2], "float32", "parameter"]],
+        "local": ["base"],
+        "digest": "a" * 64,
+    }
     assert local.unshared is not None
     assert (local.unshared.of_devices, local.unshared.frozen) == (frozen, Layout(()))
     assert local.summary == "3 parameters in 1 tensors, 4 local ones in 1"

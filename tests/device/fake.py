@@ -35,7 +35,7 @@ from fedstream.protocol.messages import (
     EvaluationOffer,
     ExpectedMeasurement,
     ExpectedUpdate,
-    Measurement,
+    MetricsReport,
     Nothing,
     Offer,
     OfferedEvaluation,
@@ -104,7 +104,7 @@ class FakeGateway:
         self.clock_s = 0.0  # ahead of ours
         # The first is offered until it is answered.
         self.offers: list[Offer | EvaluationOffer] = []
-        self.measured: dict[str, Measurement] = {}  # by task
+        self.measured: dict[str, MetricsReport] = {}  # by task
         self.models: dict[str, bytes] = {}
         self.changes: dict[str, bytes] = {}  # by path
         self.ranges: list[str | None] = []  # of each download
@@ -367,7 +367,7 @@ class FakeGateway:
         return answer(Nothing())
 
     async def _measurement(self, request: web.Request) -> web.Response:
-        said, task = Measurement.decode(await request.read()), request.match_info["task"]
+        said, task = MetricsReport.decode(await request.read()), request.match_info["task"]
         if self._device(request) is None:
             return refused(401, "token")
         if task not in self.measured and all(one.task.id != task for one in self.offers):

@@ -14,7 +14,7 @@ from tests.docs.pages import COMMANDS, FILES, Block, blocks
 from tests.docs.shell import GUARD_S, Beside, Shell
 
 # What goes on until somebody ends it: readers open another terminal.
-_SERVICES = "coordinator|scheduler|updater|trainer|evaluator|top"
+_SERVICES = "coordinator|scheduler|updater|trainer|evaluator|helper|top"
 _GOES_ON = re.compile(rf"(\w+=\S*|\\\n|\s)*(redis-server|fedstream ({_SERVICES}))\s")
 
 

@@ -28,7 +28,7 @@ from fedstream.device.process import attestation_in
 from fedstream.journal import opened
 from fedstream.journal.inspection import model_at
 from fedstream.local.supervisor import HeldPort
-from fedstream.protocol.messages import EvaluationOffer, Measurement, Offer
+from fedstream.protocol.messages import EvaluationOffer, MetricsReport, Offer
 from fedstream.settings.config import read
 from fedstream.settings.recording import TRUST
 from tests.broker.servers import redis_7
@@ -587,7 +587,26 @@ def test_gateway_protocol(reader: Open) -> None:
         asked = EvaluationOffer.decode(page.text("json"))
         path = f"/v1/tasks/{asked.task.id}/measurements/{asked.attempt}"
         assert asked.measurement.url == path
-        assert Measurement.decode(page.text("json")).sums["accuracy"] == (52, 60)
+        assert MetricsReport.decode(page.text("json")).sums["accuracy"] == (52, 60)
+
+
+def test_privacy(reader: Open) -> None:
+    """Two trust domains, eight devices: their mean within its noise, and not a second time."""
+    with HeldPort() as port, reader("docs/privacy.md") as page:
+        owner = page.python().strip()
+        file = page.save("helper.toml", "toml")
+        text = file.read_text().replace("OWNER", owner).replace("8444", str(port.number))
+        file.write_text(text)
+        page.begin()
+        page.ready()
+        asked = page.text("python").replace("8444", str(port.number))
+        (page.folder / "ask.py").write_text(asked)
+        mean = float(page.given("python ask.py").split()[-1])
+        assert mean == pytest.approx(0.0233, abs=0.02)
+        code, said = page.shell.run("python ask.py")
+        assert code == 1
+        assert "HTTP Error 409" in said
+        page.stop()
 
 
 def test_attest_devices(reader: Open) -> None:

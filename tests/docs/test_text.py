@@ -31,7 +31,9 @@ PROGRAMS = sorted(
 )
 # Written by a reader, or by fedstream for one.
 MADE = {
+    "agree.py",
     "devices.csv",
+    "helper.toml",
     ".../run.toml",
     "best.toml",
     "compare.py",

@@ -298,8 +298,12 @@ def test_device_is_measured_by_its_client_weighted_by_its_examples() -> None:
         )
         return Message(RecordDict({"metrics": numbers}), reply_to=message)
 
-    nothing: Any = []
-    subject = task(app_of(lambda *_: None, evaluate), model=Small, devices=5, test_data=nothing)
+    subject = task(
+        app_of(lambda *_: None, evaluate),
+        model=Small,
+        devices=5,
+        test_data=client_module.Partitions(range(0)),
+    )
     data = subject.device_test_data(4)
     assert data is not None
     assert sums_of(subject, subject.model(), data)[1] == {"accuracy": (1.0, 4.0)}

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.ledger.evaluator import EvaluatorLedger
+from fedstream.core.errors import Unavailable
 from fedstream.core.messages import DevicesEvaluated, Event, Measured, Presence, decode
 from fedstream.trainer.device_evaluations import DeviceEvaluations
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.goals import StopSettings
+from fedstream.trainer.measuring import Evaluated
 from fedstream.trainer.on_devices import OnDevicesSettings
 from fedstream.trainer.task import Mean, Task
 from fedstream.trainer.vector import layout_of
@@ -109,6 +113,25 @@ async def test_every_device_ends_with_an_outcome(hand: Hand, make: Make, evaluat
     assert counts["evaluations"] == 4
     assert await hand.client.call("XLEN", hand.keys.tasks) == 0
     await hand.balanced()
+
+
+async def test_device_is_measured_once_redis_is_back(
+    hand: Hand, make: Make, evaluator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage is no error of the device."""
+    real, reads = Evaluated.read, list[int]()
+
+    async def failing(*args: Any) -> Any:
+        reads.append(1)
+        if len(reads) == 1:
+            raise Unavailable("the connection is lost")
+        return await real(*args)
+
+    monkeypatch.setattr(Evaluated, "read", failing)
+    await hand.create(devices=4)
+    async with coordinating(hand), running(make(), context()), running(evaluator(), context()):
+        [found] = await ends(hand)
+    assert found.outcomes == {"measured": 2, "no test data": 1, "raised ValueError": 1}
 
 
 async def test_newer_version_is_evaluated_without_devices_that_have_no_data(
@@ -209,20 +232,67 @@ async def test_metric_of_devices_ends_the_run(hand: Hand, make: Make, evaluator:
     assert (await hand.ledger.run()).why == "devices_loss 0.0000 at version 0"
 
 
-async def test_nothing_is_opened_while_nobody_is_there(hand: Hand, evaluator: Any) -> None:
-    """An evaluation without devices would tell nothing."""
+async def test_metric_ends_the_run_though_replies_of_redis_are_lost(
+    hand: Hand, make: Make, evaluator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the script that ended the evaluation, and that of the run's end."""
+    for name in ("end_evaluation", "finish"):
+        lose_first_reply(monkeypatch, name)
     await hand.create(devices=4)
-    looked: list[int] = []
-    real = DeviceEvaluations._open
+    stop = StopSettings(metric="devices_loss", target=0.5)
+    async with coordinating(hand), running(make(), context()), running(evaluator(stop), context()):
 
-    async def counting(*args: Any) -> bool:
-        opened = await real(*args)
-        looked.append(opened)
-        return opened
+        async def finished() -> bool:
+            return (await hand.ledger.run()).state == "finished"
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceEvaluations, "_open", counting)
+        await wait_until(finished)
+        assert len(await results(hand)) == 1
+
+
+def lose_first_reply(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No reply comes to the first call of an operation; ``finish`` does not even reach Redis."""
+    real, called = getattr(EvaluatorLedger, name), list[str]()
+
+    async def losing(*args: Any, **about: Any) -> Any:
+        called.append(name)
+        if len(called) == 1:
+            if name == "end_evaluation":
+                await real(*args, **about)
+            raise Unavailable("the connection is lost")
+        return await real(*args, **about)
+
+    monkeypatch.setattr(EvaluatorLedger, name, losing)
+
+
+async def test_evaluator_waits_for_a_version_that_is_due(
+    hand: Hand, make: Make, evaluator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It blocks on the stream of versions rather than polls."""
+    await hand.create(devices=4)
+    async with coordinating(hand), running(make(), context()), running(evaluator(), context()):
+        await ends(hand)
+        real, looks = DeviceEvaluations.step, list[float]()
+
+        async def noting(*args: Any) -> None:
+            looks.append(asyncio.get_running_loop().time())
+            await real(*args)
+
+        monkeypatch.setattr(DeviceEvaluations, "step", noting)
+        await wait_until(lambda: len(looks) >= 3)  # the first may find version 0 in the stream
+        assert looks[2] - looks[1] > 0.5
+        await hand.publish(1, 1.0)
+        assert await hand.commit(1, await upload(hand)) == "done"
+        await ends(hand, 2)
+
+
+async def test_nothing_is_opened_while_nobody_is_there(hand: Hand, evaluator: Any) -> None:
+    """An evaluation without devices would tell nothing; the log says so once."""
+    await hand.create(devices=4)
+    with capture_logs() as logs:
         async with running(evaluator(), context()):
-            await wait_until(lambda: len(looked) > 2)
-    assert not any(looked)
+
+            def warned() -> bool:
+                return any(one["event"] == "no device is there to evaluate" for one in logs)
+
+            await wait_until(warned)
     assert await hand.ledger.evaluation() is None

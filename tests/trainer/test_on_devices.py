@@ -15,16 +15,19 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fedstream
-from fedstream.core.messages import Measured
+from fedstream.core.errors import DataError
+from fedstream.core.messages import METRICS, Measured
 from fedstream.trainer.goals import Stopping, StopSettings, goal_of, main_metric
 from fedstream.trainer.on_devices import (
     Choice,
+    Names,
     OnDevicesSettings,
     metrics_over,
+    result,
     sums_of,
     totals,
 )
-from fedstream.trainer.task import IGNORED, Mean, Task, measured
+from fedstream.trainer.task import IGNORED, Mean, NoLabels, Task, measured
 
 
 class Scores(Task):
@@ -115,6 +118,24 @@ def test_own_metrics_are_weighted_by_samples_unless_they_say_how() -> None:
     assert found == {"rmse": (2.0, 1.0), "per_token": (10.0, 5.0)}
 
 
+def test_metrics_that_cannot_be_sent_are_the_tasks_error() -> None:
+    """And data without rows have no metrics, whatever the task makes of them."""
+
+    class Chatty(Scores):
+        def __init__(self, names: list[str]) -> None:
+            super().__init__()
+            self.names = names
+
+        def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+            return dict.fromkeys(self.names, 1.0)
+
+    with pytest.raises(NoLabels, match="no rows"):
+        sums_of(Chatty(["loss"]), module(), Subset(Scores().data, []))
+    for names in ([f"m{n}" for n in range(METRICS + 1)], ["m" * 201], [""]):
+        with pytest.raises(DataError, match=r"metrics\(\) returned \d+ metrics: a device sends"):
+            sums_of(Chatty(names), module(), Scores().data)
+
+
 def test_the_spread_is_over_devices_and_the_mean_over_rows() -> None:
     answers = {2: answer(2, accuracy=(9, 10)), 5: answer(5, accuracy=(1, 2))}
     assert metrics_over(totals(answers), answers, {}) == {
@@ -133,6 +154,43 @@ def test_what_an_untrusted_device_claims_is_bounded() -> None:
     assert totals(answers, most_weight=20.0)["loss"] == (40.0 + 100.0, 40.0 + 20.0)
     answers[4] = answer(4, loss=(5e9, 1e9))
     assert totals(answers)["loss"][1] == 1e9 + 40.0
+
+
+def test_one_of_two_untrusted_devices_does_not_set_the_limit_of_its_weight() -> None:
+    answers = {n: of_site(n, {"loss": (w, w)}, trusted=False) for n, w in ((0, 10.0), (1, 1e12))}
+    assert totals(answers)["loss"] == (110.0, 110.0)
+
+
+def test_the_largest_metrics_that_count_do_not_overflow() -> None:
+    answers = {n: of_site(n, {"loss": (1e30, 1e30)}, trusted=False) for n in range(3)}
+    answers[3] = of_site(3, {"loss": (1e30, 1.0)}, trusted=False)
+    assert all(one.outcome == "measured" for one in answers.values())
+    metrics = metrics_over(totals(answers), answers, {})
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_devices_cannot_name_metrics_without_limit() -> None:
+    """What most devices report comes first, and a run knows 100 names."""
+    names = Names()
+    honest = [answer(n, loss=(1.0, 1.0)) for n in range(3)]
+    forged = answer(3, {f"m{n:03}": (1.0, 1.0) for n in range(METRICS)})
+    found = names.of([forged, *honest])
+    assert len(found) == METRICS
+    assert "loss" in found
+    assert "m099" not in found
+    again = answer(3, {f"other{n}": (1.0, 1.0) for n in range(METRICS)})
+    assert names.of([again, *honest]) == ["loss"]
+    answers = {one.device: one for one in [again, *honest]}
+    settings = OnDevicesSettings(count=4)
+    about: dict[str, Any] = {"evaluation": "e", "version": 4, "base": "d"}
+    ended = result(answers, {"measured": 4}, settings, {}, names, **about)
+    assert ended.sums == {"loss": (3.0, 3.0)}
+    assert ended.metrics.keys() == {
+        "devices_loss",
+        "device_mean_loss",
+        "device_worst_tenth_loss",
+        "device_deviation_loss",
+    }
 
 
 def test_the_choice_of_devices_can_be_repeated() -> None:

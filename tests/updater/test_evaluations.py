@@ -31,7 +31,6 @@ def ended(number: int, version: int = 0, **metrics: float) -> DevicesEvaluated:
     return DevicesEvaluated(
         evaluation=task_id(number, bytes(10)),
         version=version,
-        blob="0.1.gone",
         base="digest",
         devices=3,
         outcomes={"measured": measured, "no answer in time": 3 - measured},

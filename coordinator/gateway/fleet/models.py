@@ -25,10 +25,12 @@ from fedstream.coordinator.gateway.fleet import protobuf
 from fedstream.coordinator.gateway.fleet.files import ConfigScalar
 from fedstream.core.errors import DataError
 from fedstream.core.layout import Model
-from fedstream.protocol.flower import loss_of, samples_of
+from fedstream.core.messages import METRIC_CHARS, METRICS
+from fedstream.protocol.flower import loss_of, metrics_of, samples_of
 
 if TYPE_CHECKING:
     from fedstream.core.layout import Layout, Tensor
+    from fedstream.core.messages import Sum
 
 
 RECORDS: Final = 64  # most records of a reply
@@ -223,9 +225,9 @@ def _array(tensor: Tensor, values: npt.NDArray[Any]) -> FlowerObject:
 
 
 def content_of(
-    arrays: FlowerObject, config: Mapping[str, ConfigScalar], *, unnamed: bool
+    arrays: FlowerObject, config: Mapping[str, ConfigScalar], *, ins: str, unnamed: bool
 ) -> FlowerObject:
-    """The content of a train message, a RecordDict.
+    """The content of a message to a client, a RecordDict. ``ins``: "fitins" or "evaluateins".
 
     ``unnamed``: also include the records under the names that a NumPyClient expects; such a client
     gets arrays without names. Objects that occur twice are sent once.
@@ -234,7 +236,7 @@ def content_of(
     settings = packed("ConfigRecord", protobuf.message("Values", items=items).SerializeToString())
     records = {"arrays": arrays, "config": settings}
     if unnamed:
-        records |= {"fitins.parameters": arrays, "fitins.config": settings}
+        records |= {f"{ins}.parameters": arrays, f"{ins}.config": settings}
     return refers("RecordDict", records)
 
 
@@ -263,6 +265,42 @@ def reply_of(received: Received, message: str, layout: Layout, who: str) -> Flow
     Raises DataError, naming ``who``, if the reply is no update of a model with this layout. Accepts
     values that are not finite: the updater refuses and counts them.
     """
+    arrays, numbers = _records(received, message, who)
+    if "arrays" not in arrays and len(arrays) != 1:
+        raise DataError(f"{who} returned {len(arrays)} array records: expected one, named 'arrays'")
+    record = arrays["arrays"] if "arrays" in arrays else next(iter(arrays.values()))
+    model = Model(layout)
+    _fill(model, received, record, who)
+    loss = loss_of(numbers)
+    samples = _samples(numbers, who)
+    return FlowerReply(model, samples, loss if loss is not None and math.isfinite(loss) else None)
+
+
+def metrics_of_reply(received: Received, message: str, who: str) -> tuple[int, dict[str, Sum]]:
+    """Parse a reply to an evaluate message: the samples, and each metric's sum and weight.
+
+    Raises DataError, naming ``who``.
+    """
+    _, numbers = _records(received, message, who)
+    samples = _samples(numbers, who)
+    metrics = metrics_of(numbers)
+    if len(metrics) > METRICS or not all(1 <= len(name) <= METRIC_CHARS for name in metrics):
+        raise DataError(
+            f"{who} returned {len(metrics)} metrics: expected at most {METRICS}, with names of at "
+            f"most {METRIC_CHARS} characters"
+        )
+    return samples, {name: (mean * samples, float(samples)) for name, mean in metrics.items()}
+
+
+def _samples(numbers: Mapping[str, float], who: str) -> int:
+    samples = samples_of(numbers, who)
+    if samples >= 1 << 53:
+        raise DataError(f"{who} reported num-examples = {samples}: that is no number of examples")
+    return samples
+
+
+def _records(received: Received, message: str, who: str) -> tuple[dict[str, str], dict[str, float]]:
+    """The ids of a reply's array records by name, and its numbers by name. Raises DataError."""
     _, contents, _ = received.body(message, "Message")
     if len(contents) != 1:
         raise DataError(f"{who} replied without content")
@@ -279,16 +317,7 @@ def reply_of(received: Received, message: str, layout: Layout, who: str) -> Flow
             numbers |= _numbers(body)
         elif code := _numbers(body).get("code"):  # status code of a NumPyClient; 0 is OK
             raise DataError(f"{who} answered with status {code}")
-    if "arrays" not in arrays and len(arrays) != 1:
-        raise DataError(f"{who} returned {len(arrays)} array records: expected one, named 'arrays'")
-    record = arrays["arrays"] if "arrays" in arrays else next(iter(arrays.values()))
-    model = Model(layout)
-    _fill(model, received, record, who)
-    samples = samples_of(numbers, who)
-    if samples >= 1 << 53:
-        raise DataError(f"{who} reported num-examples = {samples}: that is no number of examples")
-    loss = loss_of(numbers)
-    return FlowerReply(model, samples, loss if loss is not None and math.isfinite(loss) else None)
+    return arrays, numbers
 
 
 def _numbers(body: memoryview) -> dict[str, float]:

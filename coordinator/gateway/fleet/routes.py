@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.coordinator.gateway.replica import Replica
     from fedstream.core.messages import Assignment
+    from fedstream.core.records import Head
 
 _PATH = "/v1/fleet/"
 _SERVER = 1  # the SuperLink's node
@@ -230,7 +231,7 @@ class FleetRoutes:
 
     async def _heartbeat(self, device: int, _said: Any) -> Any:
         if self._run_cache.has_begun:
-            await self._running.tasks.due(device)
+            await self._running.tasks.due(device, evaluates=True)
         return protobuf.message("HeartbeatResponse", success=True)
 
     # tasks
@@ -243,19 +244,25 @@ class FleetRoutes:
         if self._run_cache.is_over or device in self._run_cache.head.quarantines.by_device:
             self._sessions.leave(device)
             return protobuf.message("PullMessagesResponse")
-        held = await self._running.check_ins.task_for(device, _WAIT_S)
-        if isinstance(held, str) or isinstance(held.task, Evaluation):
+        held = await self._running.check_ins.task_for(device, _WAIT_S, evaluates=True)
+        if isinstance(held, str):
             return protobuf.message("PullMessagesResponse")
-        return await self._task(device, held, held.task)
+        return await self._task(device, held)
 
-    async def _task(self, device: int, held: Held, task: Assignment) -> Any:
-        """A task as a train message."""
-        given = await self._given()
-        head = given.head
+    async def _task(self, device: int, held: Held) -> Any:
+        """A task as a train or an evaluate message."""
+        task, head = held.task, self._run_cache.head
+        kind = "evaluate" if isinstance(task, Evaluation) else "train"
+        if isinstance(task, Evaluation):
+            head = self._run_cache.evaluated(task)
+        given = await self._given(head)
         config = self._config(task, head.version)
         rate = next((config[key] for key in RATES if key in config), 0.0)
         content = models.content_of(
-            given.arrays, config, unnamed=models.is_in_order(given.model.layout)
+            given.arrays,
+            config,
+            ins="evaluateins" if kind == "evaluate" else "fitins",
+            unnamed=models.is_in_order(given.model.layout),
         )
         about = {
             "run_id": self._run_id(),
@@ -264,7 +271,7 @@ class FleetRoutes:
             "reply_to_message_id": "",
             "group_id": str(head.version),
             "ttl": _TTL_S,
-            "message_type": "train",
+            "message_type": kind,
             "created_at": self._ledger.now(),
             "message_id": "",
         }
@@ -288,10 +295,10 @@ class FleetRoutes:
             "PullMessagesResponse", messages_list=[message], message_object_trees=[_tree(whole)]
         )
 
-    async def _given(self) -> GivenVersion:
-        """The newest version's model, read once for all supernodes. Raises Refusal."""
+    async def _given(self, head: Head) -> GivenVersion:
+        """A version's model, read once for all supernodes. Raises Refusal."""
         async with self._reading:
-            run, head = self._run_cache.run, self._run_cache.head
+            run = self._run_cache.run
             found = self._node_tasks.given(head.given)
             if found is not None and found.head == head:
                 return found
@@ -305,16 +312,18 @@ class FleetRoutes:
                 await read_newest(self._client, self._keys, head, model)
             except (BlobMissing, BlobDamaged) as error:
                 await self._run_cache.look()
-                raise self._later("the newest version can't be read now") from error
+                raise self._later(f"version {head.version} can't be read now") from error
             arrays = await asyncio.to_thread(models.arrays_of, model)
             given = GivenVersion(head, model, arrays)
             self._node_tasks.give(given)
             return given
 
-    def _config(self, task: Assignment, version: int) -> dict[str, Any]:
+    def _config(self, task: Assignment | Evaluation, version: int) -> dict[str, Any]:
         """The configuration for a client; the app's own values take precedence."""
         hints: dict[str, Any] = {"server-round": version + 1}
-        lengths = {"epochs": task.epochs, "steps": task.steps, "seconds": task.seconds}
+        lengths: dict[str, Any] = {}
+        if not isinstance(task, Evaluation):
+            lengths = {"epochs": task.epochs, "steps": task.steps, "seconds": task.seconds}
         hints |= {f"local-{unit}": n for unit, n in lengths.items() if n is not None}
         if rate := [self._app.config[key] for key in RATES if key in self._app.config]:
             hints["lr"] = rate[0]
@@ -428,9 +437,14 @@ class FleetRoutes:
                 task=node_task.task,
             )
             return
+        who = f"device {device}"
         try:
+            if isinstance(held.task, Evaluation):
+                samples, sums = models.metrics_of_reply(reply.received, reply.message, who)
+                await running.measurements.answer(held, held.task, samples, sums, reply.seconds)
+                return
             found = await asyncio.to_thread(
-                models.reply_of, reply.received, reply.message, layout, f"device {device}"
+                models.reply_of, reply.received, reply.message, layout, who
             )
         except DataError as error:
             await self._refuse(device, node_task, f"<class 'DataError'>: {error}")

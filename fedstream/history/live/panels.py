@@ -164,6 +164,8 @@ def event_line(event: Event) -> tuple[float, str, str]:
     """An event's time, its kind, and its text."""
     if is_measurement(event):
         said = [f"{name} {measure(value)}" for name, value in (event.metrics or {}).items()]
+        if event.what == "devices_evaluated":
+            said.insert(0, event.text or "")
         return event.time, "measured", f"version {event.version}: {', '.join(said)}"
     words = [
         f"{name} {number(value)}"

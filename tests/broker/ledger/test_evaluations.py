@@ -56,14 +56,13 @@ async def say(
     answer = Measured(**about | more)
     await hand.client.call("XADD", hand.keys.inbox(site), "*", "m", answer.encode())
     [entry] = await hand.heard(site)
-    return await hand.ledger.admit_measured(site, entry, answer, trusted=True)
+    return await hand.ledger.admit_measured(site, entry, answer, trusted=site == POOL)
 
 
 def result(evaluation: OpenEvaluation, **outcomes: int) -> DevicesEvaluated:
     return DevicesEvaluated(
         evaluation=evaluation.id,
         version=evaluation.version,
-        blob=evaluation.model["blob"],
         base=evaluation.base,
         devices=len(evaluation.devices),
         outcomes=outcomes,
@@ -113,10 +112,32 @@ async def test_few_are_asked_at_a_time(hand: Hand) -> None:
     await hand.announce("gw", 1, 2, 3, 4, concurrent=True)
     evaluation = await begun(hand, 1, 2, 3, 4)
     tasks = [evaluation.task(task_id(n, bytes(10)), n) for n in (1, 2, 3, 4)]
-    assert await hand.ledger.ask_devices(evaluation, 0.1, tasks) == 1
-    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == 2
+    assert await hand.ledger.ask_devices(evaluation, 0.1, tasks) == (1, 1)
+    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (2, 2)
     assert await hand.client.call("XLEN", hand.keys.tasks_of("gw")) == 2
-    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == 2  # asked again: no one twice
+    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (
+        2,
+        2,
+    )  # asked again: no one twice
+
+
+async def test_devices_that_were_not_asked_in_time_count_too(hand: Hand) -> None:
+    """Otherwise the counts would differ from the outcomes in the journal."""
+    await hand.create()
+    await hand.announce("gw", 1, 2, 3, 4, concurrent=True)
+    evaluation = await begun(hand, 1, 2, 3, 4)
+    task = evaluation.task(task_id(1, bytes(10)), 1)
+    assert await hand.ledger.ask_devices(evaluation, 0.1, [task]) == (1, 1)
+    assert await say(hand, task) == ("evaluated", "measured")
+    task = evaluation.task(task_id(2, bytes(10)), 2)
+    assert await hand.ledger.ask_devices(evaluation, 0.1, [task]) == (1, 1)
+    assert await hand.ledger.end_evaluation(1, result(evaluation)) == "ended"
+    assert await counts(hand) == {
+        "evaluations": 4,
+        "evaluated:measured": 1,
+        "evaluated:no answer in time": 3,
+    }
+    assert await hand.ledger.ask_devices(evaluation, 0.1, [task]) == (0, 0)
 
 
 async def test_tasks_go_to_the_owner(hand: Hand) -> None:
@@ -135,6 +156,55 @@ async def test_tasks_go_to_the_owner(hand: Hand) -> None:
     assert await say(hand, owned, site="north") == ("evaluated", "measured")
     found = (await hand.ledger.tally()).reasons("stray")
     assert found == {"another site's task": 1}
+
+
+async def test_no_site_says_of_itself_that_it_is_trusted(hand: Hand) -> None:
+    """Nor that the answer came through another's inbox."""
+    await hand.create()
+    await hand.announce("owner", 3, site="north")
+    evaluation = await begun(hand, 3)
+    task = evaluation.task(task_id(3, bytes(10)), 3)
+    await hand.ledger.ask_devices(evaluation, 1.0, [task])
+    answer = Measured(
+        task=task.task,
+        attempt="a",
+        device=3,
+        trainer="owner",
+        version=0,
+        base=task.base,
+        sums={"loss": (1.0, 2.0)},
+        site=POOL,
+        trusted=True,
+    )
+    await hand.client.call("XADD", hand.keys.inbox("north"), "*", "m", answer.encode())
+    [entry] = await hand.heard("north")
+    done = await hand.ledger.admit_measured("north", entry, answer, trusted=False)
+    assert done == ("evaluated", "measured")
+    stored = (await hand.ledger.answers())[3].measured
+    assert stored is not None
+    assert (stored.site, stored.trusted, stored.trainer) == ("north", False, "north/owner")
+
+
+@pytest.mark.parametrize(
+    ("about", "outcome"),
+    [
+        ({"reason": "raised ValueError"}, "raised ValueError"),
+        ({"reason": "raised Ours"}, "raised another error"),
+        ({"reason": "tired"}, "another reason"),
+        ({"reason": "no test data"}, "no test data"),
+        ({"sums": {}}, "metrics not finite"),
+        ({"sums": {"loss": (float("nan"), 1.0)}}, "metrics not finite"),
+        ({"sums": {"loss": (1.0, float("inf"))}}, "metrics not finite"),
+        ({"sums": {"loss": (-1e31, 1.0)}}, "metrics not finite"),  # their squares overflow
+        ({"sums": {"loss": (1.0, 1e-300)}}, "metrics not finite"),
+    ],
+)
+async def test_outcomes_are_a_closed_set(hand: Hand, about: dict[str, Any], outcome: str) -> None:
+    await hand.create()
+    await hand.announce("t")
+    [task] = await ask(hand, await begun(hand, 2))
+    assert await say(hand, task, **about) == ("evaluated", outcome)
+    assert (await hand.ledger.answers())[2].measured is None
 
 
 async def test_an_answer_counts_once(hand: Hand) -> None:

@@ -198,7 +198,8 @@ async def evaluates(hand: Hand, *devices: int, within_s: float = 60.0) -> None:
     evaluation = await hand.ledger.evaluation()
     assert evaluation is not None
     tasks = [evaluation.task(task_id(1000 + n, bytes(10)), n) for n in devices]
-    assert await hand.ledger.ask_devices(evaluation, 1.0, tasks) == len(devices)
+    settled, _ = await hand.ledger.ask_devices(evaluation, 1.0, tasks)
+    assert settled == len(devices)
 
 
 async def ends(hand: Hand, what: str, reason: str, count: int = 1) -> None:

@@ -22,7 +22,7 @@ from fedstream.coordinator.gateway.fleet.models import FlowerObject, Received
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.core.messages import Upload
-from tests.coordinator.gateway.places import SITE, ends, serving
+from tests.coordinator.gateway.places import SITE, ends, evaluates, owned_by, serving
 from tests.coordinator.gateway.supernodes import (
     DEVICE,
     Node,
@@ -301,3 +301,61 @@ def test_objects_share_the_models_memory() -> None:
     finally:
         tracemalloc.stop()
     assert sum(len(one.content) for one in kept.every()) > model.buffer.nbytes
+
+
+# evaluations
+
+
+async def evaluating(hand: Hand, node: Node) -> tuple[Any, Received]:
+    """Has the supernode asked to evaluate; returns the message, and its objects."""
+    said = await node.ask("/v1/fleet/pull-messages", "PullMessagesRequest", "PullMessagesResponse")
+    assert not said.messages_list
+    await owned_by(hand, DEVICE, "gw-0")
+    await evaluates(hand, DEVICE)
+    await hand.commit(1)  # not the version that is evaluated
+    await wait_until(lambda: len(node.place.gateway.replica.sessions) == 1)
+    return await node.pull()
+
+
+def measured(**numbers: float) -> FlowerObject:
+    """A client's reply to an evaluate message."""
+    items = [{"key": key, "value": {"double": value}} for key, value in numbers.items()]
+    metrics = protobuf.message("Values", items=items).SerializeToString()
+    return models.refers("RecordDict", {"metrics": models.packed("MetricRecord", metrics)})
+
+
+async def has_counted(hand: Hand, outcome: str) -> None:
+    async def is_so() -> bool:
+        return (await hand.ledger.tally()).counts.get(f"evaluated:{outcome}") == 1
+
+    await wait_until(is_so, what=outcome)
+
+
+async def test_supernode_evaluates_a_version(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """Its metrics weigh as many examples as it says."""
+    version = await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, received = await evaluating(hand, node)
+        assert message.metadata.message_type == "evaluate"
+        _, [top], _ = received.body(message.metadata.message_id, "Message")
+        names = received.named(top, "RecordDict")
+        assert names["evaluateins.parameters"] == names["arrays"]
+        told = measured(eval_acc=0.75, eval_loss=0.5, num_examples=8.0)
+        assert all(await node.reply(message, told))
+        await has_counted(hand, "measured")
+        [answer] = (await hand.ledger.answers()).values()
+        assert answer.measured is not None
+        assert answer.measured.sums == {"accuracy": (6.0, 8.0), "loss": (4.0, 8.0)}
+        assert (answer.measured.samples, answer.measured.base) == (8, version.digest)
+
+
+async def test_reply_without_examples_is_no_evaluation(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    await hand.create()
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await evaluating(hand, node)
+        await node.reply(message, measured(eval_acc=0.75))
+        await has_counted(hand, "raised DataError")

@@ -81,6 +81,24 @@ async def test_device_measures_the_version_that_is_evaluated(
         assert (await hand.ledger.tally()).counts.get("stray", 0) == 0
 
 
+async def test_every_replica_has_the_model_that_is_evaluated(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """Also one that never saw the version: a device's requests may go to any of them."""
+    version = await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await joined(hand, place)
+        await evaluates(hand, 3)
+        await hand.commit(1)
+        offer = await offered(place)
+        async with serving(hand, redis, "gw-1") as other:
+            model = await other.ask("GET", offer.model.url, 3)
+            assert (model.status, len(model.body)) == (200, hand.layout.nbytes)
+            await hand.client.call("DEL", hand.keys.evaluation)
+            gone = await other.ask("GET", offer.model.url.replace(version.digest, "0" * 64), 3)
+            assert gone.status == 404
+
+
 async def test_device_that_cannot_evaluate_trains_on(redis: RedisSettings, hand: Hand) -> None:
     """As devices of an earlier release, which would not understand the offer."""
     await hand.create()
@@ -150,14 +168,14 @@ async def test_task_takes_only_an_answer_of_its_kind_and_of_its_device(
         assert (await measures(place, other)).status == 404
         update = f"/v1/tasks/{offer.task.id}/updates/{offer.attempt}"
         assert (await place.ask("HEAD", update, 3)).status == 404
-        malformed: dict[str, Any]
-        for malformed in (
+        wrong_sums: tuple[dict[str, Any], ...] = (
             {"sums": {}},
             {"sums": {"accuracy": (1.0, 0.0)}},
             {"sums": {"accuracy": (1e300, 1.0)}},
             {"sums": {"a" * 201: (1.0, 1.0)}},
             {"sums": {f"m{n}": (1.0, 1.0) for n in range(101)}},
-        ):
+        )
+        for malformed in wrong_sums:
             assert (await measures(place, offer, **malformed)).json["reason"] == "malformed"
         await measures(place, offer)
         await outcomes(hand, measured=1)
@@ -217,7 +235,12 @@ async def test_last_version_is_evaluated_after_the_runs_end(
         waiting = asyncio.create_task(offered(place))
         await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
         await evaluates(hand, 3)
+        monkeypatch.setattr("fedstream.coordinator.gateway.tasks._LAST_S", 0.7)
         await measures(place, await waiting)
         await outcomes(hand, measured=2)
-        monkeypatch.setattr("fedstream.coordinator.gateway.tasks._LAST_S", 0.0)
-        assert (await place.check_in(3, wait_s=50, evaluates=True)).json["reason"] == "run over"
+        still = await place.check_in(3, wait_s=5, evaluates=True)
+        assert still.status == 204, "another device's answer may be missing"
+        waits = asyncio.create_task(place.check_in(3, wait_s=50, evaluates=True))
+        await wait_until(lambda: place.gateway.replica.sessions.polls == 1)
+        place.context.stop.set()
+        assert (await waits).json["reason"] == "run over", "also if the gateway stops before"

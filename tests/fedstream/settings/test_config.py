@@ -41,6 +41,13 @@ PATHS = {
     "gateway.flower_app": "file",
     "gateway.flower_keys": "file",
     "trainer.local_dir": "file",
+    "helper.policy": "file",
+    "helper.roster": "file",
+    "helper.key": "file",
+    "helper.store": "file",
+    "helper.tls_cert": "file",
+    "helper.tls_key": "file",
+    "helper.client_ca": "file",
 }
 # ... those whose commands put them into the run's folder, or which tests of their own resolve, ...
 PLACED = {
@@ -71,6 +78,7 @@ TEXTS = {
     "coordinator.trusted_sites",
     "gateway.site",
     "gateway.names",
+    "helper.owner",
     "trainer.site",
     "wire.update",
     "wire.model",

@@ -19,6 +19,7 @@ from fedstream.history.live.service import live_page
 from fedstream.runtime.service import Context
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS, ROLES
+from tests.private.enrolled import files
 from tests.support import Hand, context, running, wait_until
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -97,6 +98,7 @@ async def pipeline(
             f"journal.dir={tmp_path / 'journal'}",
             "journal.sync=always",
             f'sinks=[{{kind="tensorboard",dir="{tmp_path}/tensorboard"}}]',
+            *(f"helper.{key}={value}" for key, value in files(tmp_path).items()),
         ],
     )
     contexts = {role: context() for role in ROLES}

@@ -198,7 +198,7 @@ def test_what_a_configuration_names_runs_only_to_train_or_to_serve(
         assert "Usage:" not in said, (name, said)  # it got so far as to read the file
         if name in ("doctor", "replay", "journal bisect"):
             assert (code, "--trust-recorded-code" in said, said.count("\n")) == (2, True, 1), said
-        elif name not in ("acl", "report"):
+        elif name not in ("acl", "helper", "report"):
             assert "127.0.0.1:1 does not answer" in said, (name, said)
     with pytest.raises(ConfigError, match=r"names the .*runs its code"):
         TaskAccess(config=file).settings(stranger)  # of `ui`

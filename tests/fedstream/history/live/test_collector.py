@@ -13,6 +13,7 @@ from fedstream.broker.ledger.live_page import LivePageLedger
 from fedstream.broker.streams import Entry
 from fedstream.core.messages import OUTCOMES, Contribution, Event, GiveUp, Version
 from fedstream.history.live.collector import Collector
+from fedstream.history.live.panels import event_line
 from fedstream.history.live.recent import Recent, Ring
 from fedstream.history.live.snapshot import GAUGED
 from fedstream.settings.config import Settings
@@ -163,3 +164,19 @@ def test_numbers_and_times_that_nobody_can_mean() -> None:
     for name in ("device", "version", "staleness"):
         assert recent.ended.newest()[name].tolist() == [most, most]
     assert recent.made.newest()[["version", "time"]].tolist() == [(most, 0.0)]
+
+
+def test_devices_and_evaluator_measure_the_same_version() -> None:
+    """In any order; the feed says how many devices did."""
+    recent = Recent()
+    told = [("devices_evaluated", {"devices_loss": 0.5}), ("evaluation", {"loss": 0.25})]
+    for n, (what, metrics) in enumerate(told):
+        event = Event(
+            what=what, service="s", time=1.0, version=7, metrics=metrics, text="2 of 3 devices"
+        )
+        recent.tell([Entry(f"{n}-0", event.encode())])
+    assert recent.measured[7].metrics == {"devices_loss": 0.5, "loss": 0.25}
+    assert [event_line(one)[2] for one in recent.told] == [
+        "version 7: 2 of 3 devices, devices_loss 0.5000",
+        "version 7: loss 0.2500",
+    ]

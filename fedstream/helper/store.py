@@ -1,0 +1,197 @@
+"""The helper's memory in one SQLite file: its epochs' keys, and every task that it has opened.
+
+The file must never be restored from a backup: a helper that forgot what it has opened would open a
+task in a second batch, and the difference of the two sums can be one device's update. So a copied
+file is refused. A helper that lost the file begins a new epoch; tasks that were sealed to an older
+one are never opened.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.helper.opening import NotOpened
+from fedstream.private.policy import PrivacyPolicy
+from fedstream.private.sealing import EpochSecret, Intent
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS policy (digest TEXT, inode INTEGER);
+CREATE TABLE IF NOT EXISTS epochs (
+    number INTEGER PRIMARY KEY, epoch TEXT UNIQUE, began REAL, private BLOB, noise BLOB);
+CREATE TABLE IF NOT EXISTS opened (
+    run TEXT, task TEXT, device INTEGER, weight INTEGER, place INTEGER, intent TEXT,
+    PRIMARY KEY (run, task)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_intent ON opened (intent);
+CREATE TABLE IF NOT EXISTS spent (device INTEGER PRIMARY KEY, squares INTEGER, batches INTEGER);
+"""
+
+
+class StoreFailed(FedstreamError):
+    """The store could not be written now: nothing was opened."""
+
+    retriable = True
+
+
+class HelperStore:
+    """Keys and opened tasks. Use it from one thread at a time."""
+
+    def __init__(self, path: Path, policy: PrivacyPolicy) -> None:
+        """Open or create the file for this process alone. Raises ConfigError."""
+        self._policy = policy
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            inode = path.stat().st_ino
+            self._database = sqlite3.connect(
+                path, timeout=0.2, isolation_level=None, check_same_thread=False
+            )
+            # Deleted keys stay neither in the file nor in its journal.
+            for pragma in ("secure_delete=ON", "journal_mode=TRUNCATE", "synchronous=FULL"):
+                self._database.execute(f"PRAGMA {pragma}")
+            self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._database.executescript(f"BEGIN EXCLUSIVE;{_TABLES}COMMIT;")
+            row = self._database.execute("SELECT digest, inode FROM policy").fetchone()
+            if row is None:
+                row = (policy.digest, inode)
+                self._database.execute("INSERT INTO policy VALUES (?, ?)", row)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"helper.store = {str(path)!r}: {error}: it must be a writable file, which no "
+                "other helper uses"
+            ) from error
+        wrong = None
+        if row[0] != policy.digest:
+            wrong = (
+                f"is of the policy {row[0]}, ours is {policy.digest}: it counts what devices have "
+                "spent under one policy; name another file"
+            )
+        elif row[1] != inode:
+            wrong = (
+                "is a copy: it may not know all tasks that were opened, and would open them "
+                "again; name an empty file, and the tasks under way end as `helper lost`"
+            )
+        if wrong is not None:
+            self.close()
+            raise ConfigError(f"helper.store = {str(path)!r} {wrong}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def began(self) -> float:
+        """When the newest epoch began, in seconds since 1970."""
+        [found] = self._database.execute("SELECT max(began) FROM epochs").fetchone()
+        return float(found)
+
+    def epochs(self) -> dict[str, EpochSecret]:
+        """The secrets by epoch, oldest first."""
+        rows = self._database.execute("SELECT epoch, private, noise FROM epochs ORDER BY number")
+        return {epoch: EpochSecret(epoch, private, noise) for epoch, private, noise in rows}
+
+    def rotate(self, now: float, *, every_s: float, keep_s: float) -> bool:
+        """Begin an epoch if the newest is older than ``every_s``, and delete keys of old ones.
+
+        An epoch's key is deleted ``keep_s`` after its successor began. Returns whether anything
+        changed. Raises StoreFailed.
+        """
+        database = self._database
+        with _written(database):
+            [newest] = database.execute("SELECT max(began) FROM epochs").fetchone()
+            ended = database.execute(
+                "DELETE FROM epochs WHERE EXISTS (SELECT 1 FROM epochs AS later "
+                "WHERE later.number > epochs.number AND later.began < ?)",
+                (now - keep_s,),
+            )
+            if newest is not None and newest > now - every_s:
+                return bool(ended.rowcount)
+            new = EpochSecret.new(self._policy.kem)
+            database.execute(
+                "INSERT INTO epochs (epoch, began, private, noise) VALUES (?, ?, ?, ?)",
+                (new.epoch, now, new.private, new.noise),
+            )
+        return True
+
+    def take(self, intent: Intent) -> None:
+        """Record durably that the intent is opened; do nothing if it was.
+
+        Raises NotOpened, StoreFailed.
+        """
+        digest = intent.digest
+        if self._is_opened(digest):
+            return
+        with _written(self._database):
+            for update in intent.updates:
+                self._refuse_overlap(intent.run, update.task)
+            batch = list(zip(intent.updates, intent.weights, strict=True))
+            self._spend((update.device, weight) for update, weight in batch)
+            self._database.executemany(
+                "INSERT INTO opened VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (intent.run, update.task, update.device, weight, place, digest)
+                    for place, (update, weight) in enumerate(batch)
+                ],
+            )
+
+    def _is_opened(self, digest: str) -> bool:
+        asked = self._database.execute("SELECT 1 FROM opened WHERE intent = ? LIMIT 1", (digest,))
+        return asked.fetchone() is not None
+
+    def _refuse_overlap(self, run: str, task: str) -> None:
+        asked = self._database.execute(
+            "SELECT intent FROM opened WHERE run = ? AND task = ?", (run, task)
+        )
+        if (row := asked.fetchone()) is None:
+            return
+        logged = self._database.execute(
+            "SELECT task, weight FROM opened WHERE intent = ? ORDER BY place", (row[0],)
+        ).fetchall()
+        raise NotOpened(
+            "overlap",
+            f"task {task} was opened in another batch: ask for that one, whose tasks and weights "
+            "are in this answer",
+            task=task,
+            intent=row[0],
+            tasks=[name for name, _ in logged],
+            weights=[weight for _, weight in logged],
+        )
+
+    def _spend(self, batch: Iterable[tuple[int, int]]) -> None:
+        for device, weight in batch:
+            squares, _ = self.spent(device)
+            if squares + weight**2 > self._policy.allowance:
+                raise NotOpened(
+                    "participation",
+                    f"device {device} has spent {squares} of its {self._policy.allowance}: a "
+                    f"batch at weight {weight} would exceed the policy's participations",
+                    device=device,
+                )
+            self._database.execute(
+                "INSERT INTO spent VALUES (?, ?, 1) ON CONFLICT (device) DO UPDATE "
+                "SET squares = squares + excluded.squares, batches = batches + 1",
+                (device, weight**2),
+            )
+
+    def spent(self, device: int) -> tuple[int, int]:
+        """A device's squared weights, added up, and its batches."""
+        asked = self._database.execute(
+            "SELECT squares, batches FROM spent WHERE device = ?", (device,)
+        )
+        return asked.fetchone() or (0, 0)
+
+
+@contextmanager
+def _written(database: sqlite3.Connection) -> Iterator[None]:
+    """A block that is written durably as a whole, or not at all. Raises StoreFailed."""
+    try:
+        database.execute("BEGIN IMMEDIATE")
+        yield
+        database.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise StoreFailed(f"helper.store: {error}: make room or mend the disk") from error
+    finally:
+        if database.in_transaction:  # an error of SQLite may have ended it already
+            database.execute("ROLLBACK")

@@ -1,0 +1,9 @@
+"""Secure aggregation: the server gets sums of updates from which no single update can be told.
+
+Two-party additive sharing in which one share is a seed. A device sends its update masked by a
+pseudorandom stream (:mod:`~fedstream.private.masks`), and the stream's seed sealed to the helper,
+another trust domain (:mod:`~fedstream.private.sealing`). The helper returns the sum of a batch's
+masks plus noise (:mod:`~fedstream.private.noise`); the server subtracts it. What the helper may do
+stands in one document (:mod:`~fedstream.private.policy`). Pure functions of values; primitives come
+from ``cryptography``.
+"""
