@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fedstream.core.errors import ConfigError, DataError, FedstreamError, TaskError
-from fedstream.core.layout import Model
+from fedstream.core.layout import Layout, Model
 from fedstream.runtime.plugins import about, words
 from fedstream.runtime.task_settings import Epochs, Length, Seconds
 from fedstream.runtime.text import did_you_mean
@@ -309,17 +309,30 @@ def _step(
     task: Task, rows: Dataset[Any], place: Processor, work: Work, rule: BuiltStrategy
 ) -> Trained:
     from fedstream.trainer.learner import as_sent
-    from fedstream.trainer.vector import layout_of, read
+    from fedstream.trainer.vector import layout_of, read, read_part
 
     module = untrained(task).to(place)
     layout = layout_of(module)
+    frozen = layout.unshared.frozen if layout.unshared else Layout(())
+    fixed = read_part(module, frozen)
     layout = layout.with_controls() if rule.controls else layout
     before, after = Model(layout), Model(layout)
     read(module, before)
     trained = task.train(module, rows, work)
     read(module, after)
     _check_integers(before, after)
+    _check_frozen(fixed, read_part(module, frozen))
     return as_sent(trained, after, before, None, rule.sends, work.solver.compression)
+
+
+def _check_frozen(before: Model, after: Model) -> None:
+    """Raise DataError if training changed a frozen parameter, which no update would contain."""
+    for (tensor, old), (_, new) in zip(before.flat(), after.flat(), strict=True):
+        if not np.array_equal(old.view(np.uint8), new.view(np.uint8)):  # NaN is equal to itself
+            raise DataError(
+                f"training changed {tensor.name}, which model() freezes (requires_grad = False), "
+                "so that it is in no update: let model() leave it trainable, or do not train it"
+            )
 
 
 def _check_integers(before: Model, after: Model) -> None:

@@ -70,6 +70,19 @@ class Counter(Sound):
         return Counting()
 
 
+class Thawing(Sound):
+    """Trains a parameter that its model freezes."""
+
+    def model(self) -> nn.Module:
+        module = nn.Linear(4, 3)
+        module.bias.requires_grad_(requires_grad=False)
+        return module
+
+    def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        model.requires_grad_(requires_grad=True)
+        return super().train(model, data, work)
+
+
 class NamedCounter(Sound):
     def model(self) -> nn.Module:
         module = Counting()
@@ -244,6 +257,7 @@ def of(task: type[Task], *keys: str) -> Settings:
 
 
 WRONG = [
+    (Thawing, r"training changed bias, which model\(\) freezes \(requires_grad = False\)"),
     (Counter, "training changes the integer tensor calls, .* changing_integers = \\('calls',\\)$"),
     (NoParameters, ": nothing to train: model\\(\\) has no parameters: return"),
     (OnlyBuffers, ": nothing to train: model\\(\\) has only buffers: return"),

@@ -610,6 +610,7 @@ def test_final_model_has_the_local_layers_of_version_0() -> None:
 
 
 def test_more_local_bytes_than_allowed_are_refused_at_the_start() -> None:
-    settings = read(None, ["trainer.local_bytes=1079"])  # 27 values of 4 bytes, of 10 devices
-    with pytest.raises(ConfigError, match=r"local tensors of 10 devices have 1080 bytes"):
+    most = DEVICES * 27 * 4 - 1
+    settings = read(None, [f"trainer.local_bytes={most}"])
+    with pytest.raises(ConfigError, match=f"local tensors of {DEVICES} devices have {most + 1}"):
         simulate(settings, Personal())
