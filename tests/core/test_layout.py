@@ -213,6 +213,7 @@ def test_invalid_unshared_tensors_are_refused(change: dict[str, object]) -> None
         Layout.decode(msgpack.packb(found | change))
     with pytest.raises(LayoutMismatch, match="exactly once"):
         Layout.decode(msgpack.packb(found | {"tensors": rows}))
-    for local in (["other"], [["base"]], [{}]):
+    wrong: list[list[object]] = [["other"], [["base"]], [{}]]
+    for local in wrong:
         with pytest.raises(LayoutMismatch):
             Layout.decode(msgpack.packb(found | {"local": local}))
