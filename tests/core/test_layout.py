@@ -213,7 +213,7 @@ def test_invalid_unshared_tensors_are_refused(change: dict[str, object]) -> None
         Layout.decode(msgpack.packb(found | change))
     with pytest.raises(LayoutMismatch, match="exactly once"):
         Layout.decode(msgpack.packb(found | {"tensors": rows}))
-    wrong: tuple[list[object], ...] = (["other"], [["base"]], [{}])
+    wrong: list[list[object]] = [["other"], [["base"]], [{}]]
     for local in wrong:
         with pytest.raises(LayoutMismatch):
             Layout.decode(msgpack.packb(found | {"local": local}))
