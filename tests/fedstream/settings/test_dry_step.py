@@ -75,7 +75,7 @@ class Thawing(Sound):
 
     def model(self) -> nn.Module:
         module = nn.Linear(4, 3)
-        module.bias.requires_grad_(requires_grad=False)
+        module.bias.requires_grad = False
         return module
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
