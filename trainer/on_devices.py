@@ -42,7 +42,7 @@ class OnDevicesSettings(Section):
     every: Annotated[int, Field(ge=1)] | None = None  # versions; None: `evaluator.every`
     min_devices: Annotated[int, Field(ge=1)] = 1  # with fewer measured, a version has no metrics
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0  # of an evaluation
-    share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the workers that may measure at a time
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the tasks in flight, and of the workers
     # Largest counted weight of a device of an untrusted site; None: 10 times the median weight.
     most_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 

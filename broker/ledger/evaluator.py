@@ -25,7 +25,7 @@ _END_EVALUATION = Script("end_evaluation")
 RIGHTS = Rights(
     # `run`: to end a run by the measurements of this evaluator and earlier ones.
     both=("run", "events", "best", "evaluation", "evaluations", "measured", "counts"),
-    reads=("head", "models", "model:*", "kept", "owners", "pool", "alive", "concurrent"),
+    reads=("head", "models", "model:*", "kept", "owners", "pool", "alive", "concurrent", "open"),
     writes=("queue", "tasks", "tasks:*"),
     commands=("xread", "hgetall", "hkeys", "smembers", "zrangebyscore", *blobs.READS),
     scripts=(FINISH_RUN, _PIN, _TELL, _OPEN_EVALUATION, _ASK_DEVICES, _END_EVALUATION),

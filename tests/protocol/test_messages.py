@@ -78,6 +78,7 @@ EVALUATION: dict[str, Any] = {
     "task": {"id": OFFER["task"]["id"], "device": 17, "left_s": 30.5},
     "attempt": "0123456789ab",
     "model": OFFER["model"],
+    "unshared": OFFER["unshared"],
     "measurement": {"url": "/v1/tasks/t/measurements/0123456789ab", "layout": DIGEST},
     "heartbeat_s": 5.0,
 }

@@ -107,7 +107,7 @@ async def test_each_device_ends_with_one_outcome(hand: Hand) -> None:
 
 
 async def test_few_are_asked_at_a_time(hand: Hand) -> None:
-    """At most a share of the workers, and at least one."""
+    """At most a share of the workers and of the tasks in flight, and at least one."""
     await hand.create()
     await hand.announce("gw", 1, 2, 3, 4, concurrent=True)
     evaluation = await begun(hand, 1, 2, 3, 4)
@@ -115,10 +115,12 @@ async def test_few_are_asked_at_a_time(hand: Hand) -> None:
     assert await hand.ledger.ask_devices(evaluation, 0.1, tasks) == (1, 1)
     assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (2, 2)
     assert await hand.client.call("XLEN", hand.keys.tasks_of("gw")) == 2
-    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (
-        2,
-        2,
-    )  # asked again: no one twice
+    again = await hand.ledger.ask_devices(evaluation, 0.5, tasks)
+    assert again == (2, 2), "no device is asked twice"
+    await hand.open(device=4)
+    assert await hand.ledger.ask_devices(evaluation, 0.75, tasks) == (3, 3)
+    assert await hand.ledger.ask_devices(evaluation, 0.5, tasks) == (3, 1)
+    assert await hand.ledger.ask_devices(evaluation, 1.0, tasks) == (4, 4)
 
 
 async def test_devices_that_were_not_asked_in_time_count_too(hand: Hand) -> None:
