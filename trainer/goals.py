@@ -118,6 +118,19 @@ def main_metric(
     return min(able, key=place, default=None)
 
 
+def ordered(
+    names: Iterable[str], declared: Goals, stop_metric: str | None = None
+) -> tuple[str, ...]:
+    """Each metric once: the main one, the loss, others of the test data, those over devices."""
+    found = dict.fromkeys(names)
+    main = main_metric(found, declared, stop_metric)
+
+    def place(name: str) -> tuple[bool, bool, bool, bool]:
+        return name != main, name != "loss", is_over_devices(name), is_on_devices(name)
+
+    return tuple(sorted(found, key=place))
+
+
 def best_of(values: Iterable[tuple[float, T]], goal: Goal | None) -> tuple[float, T] | None:
     """The pair with the best value, the first of equals; None without goal or finite value."""
     finite = (one for one in values if isfinite(one[0]))

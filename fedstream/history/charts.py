@@ -16,6 +16,7 @@ from fedstream.history.pictures import bars, medians
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.table import NONE, RowArray
 from fedstream.journal.contributions import DeviceContribution
+from fedstream.trainer.goals import ON_DEVICES, is_on_devices
 
 POINTS = 1000  # of a curve: more than a screen has columns of pixels to tell apart
 
@@ -115,7 +116,7 @@ def _over_time(run: RecordedRun, charts: Sequence[Chart]) -> list[Chart]:
 
 def of_run(run: RecordedRun, window: Window = WHOLE) -> list[Chart]:
     """The charts of a run, without empty ones."""
-    shown = [one for one in _measured(run, window) if one.x]
+    shown = [one for one in of_metrics(_measured(run, window), run.metrics) if one.x]
     shown += of_updates(_used(run, window))
     return _over_time(run, shown) if window.over_time else shown
 
@@ -145,8 +146,12 @@ def of_both(run: RecordedRun, other: RecordedRun, window: Window = WHOLE) -> lis
 
 def _curves(run: RecordedRun, window: Window) -> list[Chart]:
     """A chart of each metric, and of the training loss."""
-    measured = zip(run.metrics, _measured(run, window), strict=True)
-    found = [replace(chart, name=f"metric-{name}") for name, chart in measured]
+    shown = _measured(run, window)
+    found = [
+        replace(chart, name=f"metric-{name}")
+        for name in run.metrics
+        for chart in of_metrics(shown, [name])
+    ]
     found += of_updates(_used(run, window), "loss")
     return _over_time(run, found) if window.over_time else found
 
@@ -220,30 +225,36 @@ def of_points(
     return found
 
 
-def _measured(run: RecordedRun, window: Window) -> list[Chart]:
+def _measured(run: RecordedRun, window: Window) -> list[Measurement]:
     inside = window.within(np.array([one.version for one in run.measured], np.int64))
-    shown = [run.measured[at] for at in np.flatnonzero(inside).tolist()]
-    return of_metrics(shown, run.metrics)
+    return [run.measured[at] for at in np.flatnonzero(inside).tolist()]
 
 
 def of_metrics(measured: Sequence[Measurement], names: Sequence[str]) -> list[Chart]:
-    """A chart of each metric, over the versions."""
+    """A chart of each metric, over the versions.
+
+    ``devices_accuracy``, which devices measure, is drawn beside ``accuracy``.
+    """
     found: list[Chart] = []
     for name in names:
-        points = [(one.version, one.metrics[name]) for one in measured if name in one.metrics]
-        points = [points[at] for at in thinned([value for _, value in points])]
+        if is_on_devices(name) and name.removeprefix(ON_DEVICES) in names:
+            continue
+        both = [one for one in (name, f"{ON_DEVICES}{name}") if one in names]
+        curves = [_points(measured, one) for one in both]
+        x = sorted({at for curve in curves for at in curve})
         title = "Test accuracy" if name == "accuracy" else f"Test {name}"
-        values = [finite(value) for _, value in points]
-        found.append(
-            Chart(
-                f"metric-{len(found)}",
-                title,
-                "version",
-                [float(at) for at, _ in points],
-                [Curve(name, values)],
-            )
-        )
+        series = [
+            Curve(one, [curve.get(at) for at in x]) for one, curve in zip(both, curves, strict=True)
+        ]
+        found.append(Chart(f"metric-{len(found)}", title, "version", [*map(float, x)], series))
     return found
+
+
+def _points(measured: Sequence[Measurement], name: str) -> dict[int, float | None]:
+    """A metric's values by version, thinned."""
+    points = [(one.version, one.metrics[name]) for one in measured if name in one.metrics]
+    places = thinned([value for _, value in points])
+    return {points[at][0]: finite(points[at][1]) for at in places}
 
 
 def _used(run: RecordedRun, window: Window) -> UsedUpdates:

@@ -21,7 +21,7 @@ from fedstream.history.table import NONE, Columns
 from fedstream.journal import journal_of, opened
 from fedstream.journal.contributions import DeviceContribution
 from fedstream.journal.inspection import Divergence, divergence
-from fedstream.trainer.goals import Goals, goal_of, main_metric
+from fedstream.trainer.goals import Goals, goal_of, ordered
 
 _UNASKED = 2 << 30  # bytes of the journal that are read for models before anybody asks for one
 _NAMED = 5  # runs of a folder that is no run itself
@@ -158,10 +158,8 @@ class RecordedRun:
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         """The metrics' names, the main one and loss first."""
-        names = dict.fromkeys(name for one in self.measured for name in one.metrics)
-        main = main_metric(names, self._goal, self.models.head.stop_metric)
-        first = [name for name in (main, "loss") if name in names]
-        return tuple(dict.fromkeys([*first, *names]))
+        names = (name for one in self.measured for name in one.metrics)
+        return ordered(names, self._goal, self.models.head.stop_metric)
 
     def goal_of(self, metric: str) -> Goal | None:
         """Whether a low or a high value of a metric is good; None if undeclared."""

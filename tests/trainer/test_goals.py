@@ -20,6 +20,7 @@ from fedstream.trainer.goals import (
     Swings,
     goal_of,
     main_metric,
+    ordered,
     reaches,
 )
 from fedstream.trainer.task import Task, declared_goals
@@ -110,6 +111,13 @@ def test_the_main_metric_does_not_depend_on_the_order() -> None:
         assert main_metric(names, {}) == "mae"
     assert main_metric(["f1", "loss", "accuracy"], {}) == "accuracy"
     assert [main_metric(names, {}) for names in (["loss"], [])] == ["loss", None]
+
+
+def test_metrics_of_the_test_data_come_before_those_over_devices() -> None:
+    names = ["device_deviation_f1", "devices_f1", "f1", "loss", "bits", "devices_f1"]
+    over = ["devices_f1", "device_deviation_f1"]
+    assert ordered(names, {}) == ("f1", "loss", "bits", *over)
+    assert ordered(names, {}, "devices_f1") == ("devices_f1", "loss", "f1", "bits", over[1])
 
 
 def test_the_main_metric_has_a_goal_if_any_has() -> None:

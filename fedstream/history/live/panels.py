@@ -22,11 +22,11 @@ from fedstream.history.table import RowArray, is_used_row
 from fedstream.history.ui.templating import rendered
 from fedstream.runtime.text import escaped
 from fedstream.terminal import measure, number, spaced
-from fedstream.trainer.goals import best_of, goal_of, main_metric
+from fedstream.trainer.goals import best_of, goal_of, ordered
 
 SHOWN = 50  # devices in the table
 _METRICS = 4  # in the headline
-_DRAWN = 2  # metrics with charts of their own
+_DRAWN = 2  # charts of metrics
 _TEXT = 300  # characters of an error that is shown
 
 
@@ -81,12 +81,12 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     return found
 
 
-def _metrics(snapshot: Snapshot) -> list[str]:
+def _metrics(snapshot: Snapshot) -> tuple[str, ...]:
     """The measured metrics, the main one first."""
-    names = dict.fromkeys(name for one in snapshot.measured for name in one.metrics)
     run = snapshot.tally.run
-    main = main_metric(names, run.goal, run.stop_metric)
-    return sorted(names, key=lambda name: name != main)
+    return ordered(
+        (name for one in snapshot.measured for name in one.metrics), run.goal, run.stop_metric
+    )
 
 
 def _at(value: float, version: int) -> str:
@@ -107,11 +107,11 @@ def curves_html(snapshot: Snapshot) -> str:
 def curves_of(snapshot: Snapshot) -> list[Chart]:
     """The charts of :func:`curves_html`."""
     measured = snapshot.measured
-    names = _metrics(snapshot)[:_DRAWN]
+    names = _metrics(snapshot)
     times = np.maximum.accumulate([one.seconds for one in measured]).tolist() if measured else []
     seconds = dict(zip([one.version for one in measured], times, strict=True))
     found = []
-    for one in charts.of_metrics(measured, names):
+    for one in charts.of_metrics(measured, names)[:_DRAWN]:
         again = replace(one, name=f"{one.name}-time", title=f"{one.title} over time")
         found += [one, *charts.over_time([again], "seconds", lambda at: [seconds[v] for v in at])]
     return [*found, *charts.of_updates(_used(snapshot), "loss")]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fedstream.history import pictures
-from fedstream.history.charts import Window, of_both, of_run, thinned
-from fedstream.history.measurements import recall
+from fedstream.history.charts import Window, of_both, of_metrics, of_run, thinned
+from fedstream.history.measurements import Measurement, recall
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.timeline import History
 
@@ -30,6 +30,21 @@ def test_the_picture_has_the_numbers_of_the_charts(recorded: Path) -> None:
         assert list(map(float, line.get_ydata())) == wanted.series[0].values
     heights = [bar.get_height() for bar in late.patches]
     assert heights == charts["lateness"].series[0].values
+
+
+def test_what_devices_measure_is_drawn_beside_the_test_data() -> None:
+    measured = [
+        Measurement(0, 0.0, 0, {"accuracy": 0.1, "devices_accuracy": 0.2}),
+        Measurement(5, 1.0, 5, {"accuracy": 0.5}),
+        Measurement(7, 2.0, 7, {"devices_accuracy": 0.6, "devices_loss": 0.9}),
+    ]
+    both, alone = of_metrics(measured, ["accuracy", "devices_accuracy", "devices_loss"])
+    assert both.x == [0.0, 5.0, 7.0]
+    assert [(one.label, one.values) for one in both.series] == [
+        ("accuracy", [0.1, 0.5, None]),
+        ("devices_accuracy", [0.2, None, 0.6]),
+    ]
+    assert (alone.name, alone.x, alone.series[0].label) == ("metric-1", [7.0], "devices_loss")
 
 
 def test_two_runs_over_time_begin_together(recorded: Path, other: Path) -> None:
