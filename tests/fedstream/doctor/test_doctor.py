@@ -317,6 +317,25 @@ def test_data_that_does_not_fit_the_model(
     assert loaded.layout.parameters == 8  # what was good of it is known
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), "none: the run will not be measured"),
+        (("evaluator.on_devices.count=1",), "the devices' own"),
+        (("evaluator.per_device=last",), "the devices' own"),
+    ],
+)
+def test_test_data_of_the_devices_alone(
+    here: Here, tmp_path: Path, keys: tuple[str, ...], said: str
+) -> None:
+    file = tmp_path / f"{tmp_path.name}.py"  # a module is imported once
+    file.write_text(_TASK.format(samples=5, columns=3))
+    with file.open("a") as more:
+        more.write("Mine.device_test_data = Mine.device_data\n")
+    _, findings = task.load(here(f"task.name={file}:task", *keys))
+    assert [one.text for one in findings if one.about == "test data"] == [said]
+
+
 def test_more_threads_than_cores_and_a_missing_gpu(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
