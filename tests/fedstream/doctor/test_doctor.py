@@ -160,6 +160,9 @@ async def test_run_made_with_another_configuration(look: Look, change: Change, h
         "warning",
         "the run is not finished but has no coordinator, no trainer",
     )
+    assert said.endswith(
+        "start what is missing (Redis before 7.2 hides a coordinator without work)"
+    )
 
 
 async def test_nothing_is_compared_without_a_configuration(
