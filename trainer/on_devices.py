@@ -49,7 +49,7 @@ class OnDevicesSettings(Section):
     @model_validator(mode="after")
     def _has_one_number(self) -> Self:
         if (self.fraction is None) == (self.count is None):
-            raise ValueError("needs a fraction of the devices, or their count")
+            raise ValueError("needs either a fraction of the devices or their count, not both")
         if self.count is not None and self.count < self.min_devices:
             raise ValueError(f"count = {self.count} is below min_devices = {self.min_devices}")
         return self

@@ -421,13 +421,13 @@ def measured_means(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[st
             f"metrics() returned {type(found).__name__}: it must return a dict from names to "
             'numbers, such as {"accuracy": 0.9}'
         )
-    try:
-        return {
-            str(name): value if isinstance(value, Mean) else float(value)
-            for name, value in found.items()
-        }
-    except (TypeError, ValueError) as error:
-        raise DataError(f"metrics() did not return a dict of names and numbers: {error}") from error
+    means: dict[str, float] = {}
+    for name, value in found.items():
+        try:
+            means[str(name)] = value if isinstance(value, Mean) else float(value)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"metrics()[{name!r}] is not a number: {error}") from error
+    return means
 
 
 def check_run(run: Run, name: str, ours: Layout, devices: int | None, role: str) -> None:

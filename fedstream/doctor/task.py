@@ -92,9 +92,10 @@ def _data(settings: Settings, found: Task, devices: int) -> str:
 def _test_data(settings: Settings, found: Task, devices: int) -> str:
     """Load the test data and measure an untrained model on a few rows of it."""
     data = test_data_of(settings, found)
-    if data is None:
-        return "none: the run will not be measured"
     metrics = try_measuring(settings, found, data, devices, "cpu")
+    if data is None:
+        own = settings.evaluator.on_devices is not None or settings.evaluator.per_device != "never"
+        return "the devices' own" if own else "none: the run will not be measured"
     measured = f"measured: {', '.join(metrics)}" if metrics else f"not tried: {_UNTRIED}"
     return f"{length_of(data, 'test_data()', 'a data set with a length')} samples; {measured}"
 

@@ -26,7 +26,7 @@ def judge(settings: Settings, metric: str) -> Callable[[int, Model], float]:
     """
     metrics_of, name = measuring(settings), settings.task.name
     if metrics_of is None:
-        raise DataError(f"task {name!r} has no test data to measure models with")
+        raise no_test_data(name)
 
     def measure(version: int, model: Model) -> float:
         metrics = metrics_of(version, model)
@@ -35,6 +35,11 @@ def judge(settings: Settings, metric: str) -> Callable[[int, Model], float]:
         return metrics[metric]
 
     return measure
+
+
+def no_test_data(name: str) -> DataError:
+    """The error for a task without ``test_data()``."""
+    return DataError(f"task {name!r} has no test data to measure models with")
 
 
 def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | None:

@@ -21,7 +21,7 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
 from fedstream.history import pictures, report
-from fedstream.history.measuring import measuring
+from fedstream.history.measuring import measuring, no_test_data
 from fedstream.journal import JournalError, journal_of
 from fedstream.journal.records import is_used
 from fedstream.journal.replay import Moment, Replayer
@@ -208,6 +208,11 @@ def replay(
                 data_root=data_root,
             )
             measure = measuring(settings)
+            if measure is None:
+                missing = no_test_data(settings.task.name)
+                if not other:
+                    raise missing
+                line(f"{missing}: only their distances are shown", err=True)
         begin = replayer.begin
         with progress("replay", end - begin, quiet=as_json) as step:
             found = follow(replayer, every, measure, lambda version: step(version - begin))

@@ -98,7 +98,9 @@ async def set_access(
 
 def _unknown(verdict: str, detail: str, client: Client, keys: Keys) -> FedstreamError:
     if verdict == "none":
-        return NoRun(f"there is no run {keys.name!r} in Redis at {client.address}")
+        return NoRun(
+            f"there is no run {keys.name!r} in Redis at {client.address}: its updater creates it"
+        )
     return FedstreamError(f"device {detail} is not in this run")
 
 

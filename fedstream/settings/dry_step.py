@@ -102,6 +102,7 @@ def try_task(
         training = measuring = settings.simulation.device
     else:
         numbers = settings.trainer.owns or numbers
+        check_local(settings, task)
     solvers = (settings.solver, *Solvers(settings.solver, settings.solvers).others.values())
     if not has_bfloat16(training) and any(one.precision == "bf16" for one in solvers):
         line(
@@ -119,6 +120,16 @@ def try_task(
             )
     try_measuring(settings, task, data, devices, measuring)
     return Tried(module, data)
+
+
+def check_local(settings: Settings, task: Task) -> None:
+    """Raise ConfigError if the evaluator is to measure devices, whose local tensors it lacks."""
+    if task.local and settings.evaluator.per_device != "never":
+        raise ConfigError(
+            f"evaluator.per_device = {settings.evaluator.per_device!r}: the evaluator lacks the "
+            "devices' local tensors (Task.local): let the devices measure, as in "
+            "evaluator.on_devices.fraction = 1.0"
+        )
 
 
 def try_model(settings: Settings, task: Task) -> nn.Module:
@@ -217,7 +228,7 @@ def _check_stop(metric: str, known: Sequence[str]) -> None:
             f"run.stop.metric = {metric!r}: nothing is measured, as the task has no test data: "
             "define test_data(), or leave out run.stop"
         )
-    hint = did_you_mean(metric, known)
+    hint = did_you_mean(metric, known) or did_you_mean(f"{ON_DEVICES}{metric}", known)
     raise ConfigError(
         f"run.stop.metric = {metric!r}: the task measures {', '.join(sorted(known))}{hint}"
     )

@@ -18,6 +18,7 @@ from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import (
+    check_local,
     test_data_of,
     try_measuring,
     try_model,
@@ -279,6 +280,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
 def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     def load() -> Task:
         task = task_of(settings)
+        check_local(settings, task)
         try_model(settings, task)
         data, devices = test_data_of(settings, task), devices_of(settings, task)
         try_measuring(settings, task, data, devices, settings.evaluator.device)

@@ -278,6 +278,13 @@ class _Simulation:
         self._on_error = on_error
         self._raised: set[str] = set()  # the places that raised before
         self._devices = devices_of(settings, task)
+        on_devices = settings.evaluator.on_devices
+        measured = settings.simulation.evaluate_every or (on_devices and on_devices.every)
+        if settings.run.stop and not measured:
+            raise ConfigError(
+                "run.stop decides by measurements, but simulation.evaluate_every = 0 measures the "
+                "last version alone: set it to 1 or more"
+            )
         self._failed: set[int] = set()  # numbers of tasks, for the plan
         self._is_planned = arrivals is None
         self._plan = self._planned() if arrivals is None else iter(arrivals)

@@ -358,7 +358,7 @@ def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) 
     main = main_row(numbers)
     rows = {
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
-        "measured": in_words(numbers["metrics"]) or "not measured",
+        "measured": in_words(numbers["metrics"]) or ("" if main else "not measured"),
         **dict([main] if main else []),
         "devices": fairness(numbers["metrics"]),
         "warning": never_finite(numbers),

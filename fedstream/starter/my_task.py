@@ -32,7 +32,7 @@ class MyTask(Task):
         return points(500, seed=1_000_000)
 
     def device_test_data(self, device: int) -> TensorDataset:
-        """Test data of one device, measured with evaluator.per_device; leave it out without."""
+        """A device's test data, for evaluator.per_device or evaluator.on_devices. Optional."""
         return points(50, seed=1_000_001 + device, shift=0.1 * (device - 5))
 
     # The default is the cross entropy of (x, y). Another loss:

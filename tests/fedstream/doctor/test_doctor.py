@@ -160,6 +160,9 @@ async def test_run_made_with_another_configuration(look: Look, change: Change, h
         "warning",
         "the run is not finished but has no coordinator, no trainer",
     )
+    assert said.endswith(
+        "start what is missing (Redis before 7.2 hides a coordinator without work)"
+    )
 
 
 async def test_nothing_is_compared_without_a_configuration(
@@ -315,6 +318,25 @@ def test_data_that_does_not_fit_the_model(
     assert said in the_one(findings, "problem", "task")
     assert loaded.layout is not None
     assert loaded.layout.parameters == 8  # what was good of it is known
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), "none: the run will not be measured"),
+        (("evaluator.on_devices.count=1",), "the devices' own"),
+        (("evaluator.per_device=last",), "the devices' own"),
+    ],
+)
+def test_test_data_of_the_devices_alone(
+    here: Here, tmp_path: Path, keys: tuple[str, ...], said: str
+) -> None:
+    file = tmp_path / f"{tmp_path.name}.py"  # a module is imported once
+    file.write_text(_TASK.format(samples=5, columns=3))
+    with file.open("a") as more:
+        more.write("Mine.device_test_data = Mine.device_data\n")
+    _, findings = task.load(here(f"task.name={file}:task", *keys))
+    assert [one.text for one in findings if one.about == "test data"] == [said]
 
 
 def test_more_threads_than_cores_and_a_missing_gpu(

@@ -186,6 +186,24 @@ def test_invalid_options_are_one_line_errors(
     assert error.count("\n") == 1
 
 
+def test_without_test_data_only_distances_are_shown(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (out / "without_tests.py").write_text("""
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import TaskSettings
+task = load_task("digits", TaskSettings())
+task.test_data = lambda: None
+""")
+    measuring = ("--evaluate-every", 10, "--task", out / "without_tests.py:task")
+    assert fedstream(out, *measuring) == 1
+    assert "has no test data to measure models with" in capsys.readouterr().err
+    assert fedstream(out, *measuring, "--set", "strategy.alpha=0.2") == 0
+    said = capsys.readouterr()
+    assert "has no test data to measure models with: only their distances are shown" in said.err
+    assert said.out.split()[:2] == ["version", "distance"]
+
+
 def test_no_journal(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

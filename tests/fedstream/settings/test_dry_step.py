@@ -214,6 +214,11 @@ class NumberAsMetrics(Sound):
         return 0.5  # type: ignore[return-value]
 
 
+class TensorAsMetric(Sound):
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return {"accuracy": 0.5, "f1": torch.zeros(3)}  # type: ignore[dict-item]
+
+
 class LossOfEach(Sound):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
@@ -268,6 +273,7 @@ WRONG = [
     (AllDamaged, "device 0: OSError: image file is truncated at .*: correct the task"),
     (DamagedTest, "test data: OSError: image file is truncated"),
     (NumberAsMetrics, r"metrics\(\) returned float: it must return a dict from names to numbers"),
+    (TensorAsMetric, r"metrics\(\)\['f1'\] is not a number: "),
     (LossOfEach, r"device 0: loss\(\) returned a tensor of shape \(20,\): it must return a scalar"),
     (NumberAsLoss, r"device 0: loss\(\) returned float: it must return a scalar tensor"),
     (OwnRaises, "device 0: ValueError: no such layer at .*test_dry_step.py"),
@@ -322,6 +328,29 @@ def test_a_metric_over_devices_is_one_that_the_devices_measure() -> None:
         try_task(of(OnDevices, *keys, f"{stop}los"), AllReadable(), 5, simulated=False)
     with pytest.raises(TaskError, match="test data of device 4: OSError"):
         try_task(of(OnDevices, *keys), OnDevices(), 5, simulated=False)
+
+
+def test_a_metric_of_test_data_stands_for_that_of_the_devices() -> None:
+    class Tested(NoTestData):
+        def device_test_data(self, device: int) -> Dataset[Any] | None:
+            return rows(device)
+
+    keys = ("evaluator.on_devices.count=1", "run.stop.metric=loss", "run.stop.patience=3")
+    with pytest.raises(ConfigError, match="did you mean 'devices_loss'"):
+        try_task(of(Tested, *keys), Tested(), 5, simulated=False)
+
+
+def test_an_evaluator_cannot_measure_devices_that_keep_layers() -> None:
+    class Kept(OnDevices):
+        local = ("bias",)
+
+        def device_test_data(self, device: int) -> Dataset[Any] | None:
+            return rows(device)
+
+    settings = of(Kept, "evaluator.per_device=last")
+    with pytest.raises(ConfigError, match=r"local tensors \(Task.local\): let the devices measure"):
+        try_task(settings, Kept(), 5, simulated=False)
+    try_task(settings, Kept(), 5, simulated=True)  # where devices and evaluator are one process
 
 
 def test_a_stop_metric_needs_a_goal() -> None:

@@ -159,10 +159,13 @@ def test_the_last_device_is_tried_too() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["evaluator.on_devices.min_devices=1"], "needs a fraction of the devices, or their count"),
+        (
+            ["evaluator.on_devices.min_devices=1"],
+            "needs either a fraction of the devices or their count, not both",
+        ),
         (
             ["evaluator.on_devices={count=3, fraction=0.5}"],
-            "needs a fraction of the devices, or their count",
+            "needs either a fraction of the devices or their count, not both",
         ),
         (["evaluator.on_devices={count=3, min_devices=5}"], "count = 3 is below min_devices = 5"),
         ([ALL, "evaluator.per_device=last"], "leave out evaluator.per_device"),

@@ -271,6 +271,8 @@ def test_only_due_versions_are_measured() -> None:
     assert [made.version for made in found.measured] == [0, 4, 8, 10]
     found = run("run.versions=10", "simulation.evaluate_every=0")
     assert [made.version for made in found.measured] == [10]
+    with pytest.raises(ConfigError, match="evaluate_every = 0 measures the last version"):
+        run("simulation.evaluate_every=0", "run.stop.patience=2")
 
 
 def test_the_best_value_is_on_the_side_of_the_metrics_goal() -> None:
