@@ -26,7 +26,6 @@ class Drawn:
     devices: int
     versions: dict[int, SeenVersion]
     evaluations: dict[int, dict[str, float]]
-    measured: tuple[int, dict[str, float]] | None  # these tell the main metric
     goal: dict[str, Goal]
     stop_metric: str | None
 
@@ -43,7 +42,6 @@ class Drawn:
             view.run.devices,
             dict(history.versions),
             dict(history.evaluations),
-            history.measured,
             dict(history.goal),
             history.stop_metric,
         )
@@ -53,9 +51,10 @@ class Drawn:
         from fedstream.history import pictures
 
         shown, file = History(), BytesIO()
-        shown.versions, shown.evaluations = self.versions, self.evaluations
-        shown.measured, shown.goal = self.measured, self.goal
-        shown.stop_metric = self.stop_metric
+        shown.goal, shown.stop_metric = self.goal, self.stop_metric
+        shown.versions = self.versions
+        for version in sorted(self.evaluations):
+            shown.measure(version, self.evaluations[version])
         pictures.draw(file, self.title, shown, created=self.created, devices=self.devices)
         return file.getvalue()
 

@@ -73,6 +73,7 @@ _imported: list[str] = []  # programs that are not ours
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _IMPORTLIB = f"{_STANDARD}importlib{os.sep}"
+_BACKPORT = f"{os.sep}importlib_metadata{os.sep}"  # takes importlib's part once it is imported
 
 _ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa: B039  (frozen)
 
@@ -304,6 +305,7 @@ def _place(error: BaseException) -> str:
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<frozen ", _IMPORTLIB, __file__))
+        and _BACKPORT not in frame.filename
     ]
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     last = next(reversed(theirs or frames), None)

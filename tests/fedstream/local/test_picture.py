@@ -55,7 +55,7 @@ def test_picture_shows_the_main_metric_of_the_run(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("fedstream.history.pictures.draw", draw)
     for stop in (None, "loss"):
-        replace(drawn(), measured=(3, {"rmse": 0.5, "loss": 1.0}), stop_metric=stop).png()
+        replace(drawn(), evaluations={3: {"rmse": 0.5, "loss": 1.0}}, stop_metric=stop).png()
     assert shown == ["rmse", "loss"]
 
 

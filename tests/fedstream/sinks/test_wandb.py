@@ -86,7 +86,7 @@ def test_it_leaves_the_users_own_run_alone(tmp_path: Path) -> None:
     sink.begin(TrackedRun("abc", "demo", 0.0, {}))
     sink.write([TrackedPoint("version", 0, 1.0, {"updates": 1.0})])
     sink.close()
-    own.log({"loss": 0.5})
+    own.log({"loss": 0.5}, commit=True)
     own.finish()
     assert _found(tmp_path, own.id)[1] == 1
     assert _found(tmp_path, "abc") == (Reached(0), 1)
