@@ -37,6 +37,17 @@ _ASKING_S = 1.0  # for which tasks are sent before the next look
 _AT_ONCE = 500  # tasks in a request
 
 
+def is_due(version: int, last: int | None, every: int, *, is_over: bool) -> bool:
+    """Whether to measure the newest version: every ``every`` versions, and a run's last one.
+
+    ``last``: the version measured last; None: none was. ``is_over``: whether the run has finished.
+    """
+    if last is None:
+        return True
+    behind = version - last  # negative after a restart of the run
+    return behind < 0 or behind >= every or (is_over and behind > 0)
+
+
 class DeviceEvaluations:
     """Evaluates a run's versions on the devices, one after the other."""
 
@@ -93,19 +104,13 @@ class DeviceEvaluations:
     async def _open_if_due(self, run: Run) -> None:
         """Open an evaluation of the newest version, or wait for a newer one or for devices."""
         head, is_over = await self._ledger.head(), run.state == "finished"
-        if head is None or not self._is_due(head, is_over):
+        if head is None or not is_due(head.version, self._last, self._every, is_over=is_over):
             if is_over:
                 await pause(self._context.stop, 0.5)
             else:
                 await self._versions.read(count=1000)
         elif not await self._open(run, head):
             await pause(self._context.stop, _ABSENT_S)
-
-    def _is_due(self, head: Head, is_over: bool) -> bool:
-        if self._last is None:
-            return True
-        behind = head.version - self._last  # negative after a restart of the run
-        return behind < 0 or behind >= self._every or (is_over and behind > 0)
 
     async def _open(self, run: Run, head: Head) -> bool:
         """Open an evaluation of the newest version; False if no device is present."""

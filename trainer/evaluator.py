@@ -29,7 +29,7 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.data import Processor, Threads, check, placed
-from fedstream.trainer.device_evaluations import DeviceEvaluations
+from fedstream.trainer.device_evaluations import DeviceEvaluations, is_due
 from fedstream.trainer.goals import (
     Stopping,
     StopSettings,
@@ -241,12 +241,10 @@ class Evaluator:
             await self._models.read(count=1000)
 
     def _is_due(self, head: Head, state: str) -> bool:
-        if self._measured is None:
+        is_over = state == "finished"
+        if is_over and self._lacks_spread:
             return True
-        behind = head.version - self._measured  # negative after a restart of the run
-        if state == "finished" and (behind != 0 or self._lacks_spread):
-            return True
-        return behind < 0 or behind >= self._settings.every
+        return is_due(head.version, self._measured, self._settings.every, is_over=is_over)
 
     @property
     def _measures(self) -> bool:
