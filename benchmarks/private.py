@@ -30,7 +30,7 @@ from fedstream.private.policy import KeyRoster, PrivacyPolicy
 from fedstream.private.sealing import Intent, SealedUpdate, seal
 
 PARAMETERS, BATCH, TURNS = 61_706, 100, 5
-BATCHES = (10, 100, 1000)  # of which the helper's memory is measured
+BATCHES = (10, 100, 1000)  # sizes at which the helper's memory is measured
 
 
 class Place:
@@ -65,7 +65,7 @@ class Place:
         self.took[what].append(time.perf_counter() - began)
 
     def answer(self, device: int, turn: int) -> tuple[bytes, SealedUpdate]:
-        """A device's update, from its delta to what it sends."""
+        """A device's sealed update, made from its delta."""
         delta = self.rng.standard_normal(self.policy.parameters).astype(np.float32)
         with self.timed("device: clip and round"):
             values = rounded(delta, self.policy, self.rng)

@@ -21,7 +21,7 @@ OpenRefusal: TypeAlias = Literal[
     "weights",  # not the policy's for the staleness, or too unequal
     "mixed",  # updates of several runs or layouts
     "twice",  # a device or a task is named twice
-    "not in roster",  # a device of which the data owners don't know
+    "not in roster",  # a device without a key in the data owners' roster
     "signature",  # not the device's
     "seal",  # a seed that was sealed for another update
     "helper lost",  # sealed to an epoch whose key is gone

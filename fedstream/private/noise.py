@@ -97,7 +97,7 @@ def probabilities(s: float) -> list[int]:
     mass = [*upper[:0:-1], *upper[:-1]]
     total, whole = sum(mass), 2 * half << 64
     shares = [one * whole // total for one in mass]
-    shares[half] += whole - sum(shares)  # what was cut goes to 0, the likeliest
+    shares[half] += whole - sum(shares)  # the outcome 0, the likeliest, gets the part that was cut
     return shares
 
 

@@ -1,4 +1,4 @@
-"""The policy: the one document that says which sums a helper may open, and of which devices.
+"""The policy: the document that says which sums a helper may open, and of which devices.
 
 Data owners agree on a policy and hold the roster, the list of the devices' public keys, so that a
 server cannot invent devices around a victim. The helper's owner signs the policy. A device pins the

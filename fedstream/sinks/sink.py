@@ -165,7 +165,7 @@ class Feed:
         return found
 
     def has_tried(self, version: int) -> bool:
-        """Whether whoever measures this run has measured a version, or failed to."""
+        """Whether every service or device that measures the run has tried a version."""
         tried = {self.tried, self.devices_tried} - {None}
         return tried == {version}
 

@@ -85,6 +85,6 @@ class Batches:
         return unmasked(total, masks, self.policy)
 
     def plain(self, intent: Intent) -> NDArray[np.int64]:
-        """The sum that nobody sees: of the updates themselves."""
+        """The weighted sum of the plain updates, which no service sees."""
         pairs = zip(intent.updates, intent.weights, strict=True)
         return sum((w * self.values[u.task] for u, w in pairs), np.zeros(1, np.int64))

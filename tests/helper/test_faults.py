@@ -1,4 +1,4 @@
-"""Random histories of a helper: killed, emptied, asked twice, late and for what it must refuse."""
+"""Random histories: a helper is killed, emptied, asked twice, late, and for forbidden sums."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class History:
             self.updates.append(self.batches.trained(device, task))
 
     def new_intent(self) -> Intent:
-        """Mostly of new tasks; some overlap with what was opened, or are too small."""
+        """An intent, mostly of new tasks; some intents overlap opened ones, or are too small."""
         new = [one for one in self.updates if one.task not in self.opened_in]
         pool = self.updates if self.rng.random() < 0.2 else new[-8:]
         count = min(len(pool), self.rng.randint(2, 6))

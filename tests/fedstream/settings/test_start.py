@@ -183,7 +183,7 @@ def test_model_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 
 
 def frozen_head() -> nn.Module:
-    """The model, of which only the BatchNorm is trained."""
+    """A model that trains its BatchNorm alone."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     module[0].requires_grad_(requires_grad=False)
     return module

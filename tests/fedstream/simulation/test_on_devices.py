@@ -118,7 +118,7 @@ def test_too_few_devices_are_a_warning(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / SUMMARY).read_text())["devices_lack"] == lack
 
 
-# what is refused before anything starts
+# runs that are refused before they start
 
 
 def test_task_without_test_data_of_devices_is_refused() -> None:
