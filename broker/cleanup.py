@@ -70,6 +70,7 @@ _NAMED = {
     "head": "hash",
     "kept": "zset",
     "best": "hash",
+    "sealing": "string",
     "lineage": "hash",
     "open": "hash",
     "admitted": "hash",

@@ -73,6 +73,7 @@ class Keys:
         self.sinks = prefix + "sinks"  # sink -> its cursor
         self.evaluation = prefix + "evaluation"  # the evaluation on the devices under way
         self.evaluations = prefix + "evaluations"  # its tasks that are open -> device, site, entry
+        self.sealing = prefix + "sealing"  # the helper's EpochKey, to which devices seal
         self.measured = prefix + "measured"  # its tasks that have ended -> outcome, answer
         # streams
         self.triggers = prefix + "triggers"

@@ -13,6 +13,8 @@ Decoding is element-wise float32 arithmetic in a fixed order: the same bytes giv
 every machine. Whatever a device sends is checked against the layout before it is used.
 
 The formats by name: ``f32``, ``bf16``, ``int8``, ``int4``, ``topk:0.1``; each also ``+zstd``.
+Besides these, ``mask16``, ``mask24`` and ``mask32``: masked updates (:mod:`fedstream.private`).
+They decode to 32-bit words in place of the parameters, and mean nothing but in a sum.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from fedstream.core import bf16, blocks, compressed, reasons, sparse
+from fedstream.core import bf16, blocks, compressed, reasons, sparse, words
 from fedstream.core.bf16 import Dither
 from fedstream.core.errors import Undecodable
 
@@ -38,6 +40,7 @@ Encoding = Literal["f32", "bf16", "int8", "int4", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 
 _NAME = re.compile(r"(f32|bf16|int8|int4|topk:(0\.[0-9]{1,9}|1))(\+zstd)?")
+_MASKED = re.compile(r"mask(16|24|32)")
 # Largest norm of error feedback, as a multiple of the update's norm divided by the share sent. The
 # feedback of updates of equal norm has at most 2 times (Error Feedback Fixes SignSGD, Karimireddy
 # et al. 2019, lemma 3); larger feedback comes from an outlier, which its receiver refused.
@@ -48,13 +51,16 @@ _MOST = 10.0
 class Format:
     """One wire format."""
 
-    kind: Encoding = "f32"
+    kind: Encoding | Literal["mask"] = "f32"
     share: float = 1.0  # share of the parameters that ``topk`` keeps; 0 < share <= 1, nine digits
     zstd: bool = False
+    word_bits: words.WordBits = 32  # of ``mask``
 
     @property
     def name(self) -> str:
         """The format's name, which :func:`format_of` parses."""
+        if self.kind == "mask":
+            return f"mask{self.word_bits}"
         share = f":{self.share:.9f}".rstrip("0").rstrip(".") if self.kind == "topk" else ""
         return f"{self.kind}{share}{'+zstd' if self.zstd else ''}"
 
@@ -67,6 +73,11 @@ class Format:
     def is_exact(self) -> bool:
         """Whether decoding restores the exact model."""
         return self.kind == "f32"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the bytes are a masked update's, which only a sum gives a meaning."""
+        return self.kind == "mask"
 
     @property
     def of_changes(self) -> bool:
@@ -89,6 +100,8 @@ class Format:
                 least = most = blocks.nbytes(count, 8)
             case "int4":
                 least = most = blocks.nbytes(count, 4)
+            case "mask":
+                least = most = self.word_bits // 8 * count
             case "topk":
                 least, most = sparse.nbytes_between(count, self.share)
         return as_it_is + least, as_it_is + most
@@ -159,6 +172,8 @@ class Format:
                 blocks.decode(data[begin:], 8, into.parameters)
             case "int4":
                 blocks.decode(data[begin:], 4, into.parameters)
+            case "mask":
+                words.unpack(data[begin:], self.word_bits, into.parameters.view(np.uint32))
             case "topk":
                 sparse.decode(data[begin:], self.share, into.parameters)
 
@@ -174,6 +189,9 @@ def most_bytes(layout: Layout) -> int:
 @lru_cache(64)
 def format_of(name: str) -> Format:
     """Parse a format's name. Raises Undecodable for an unknown name."""
+    if masked := _MASKED.fullmatch(name):
+        bits = next(bits for bits in words.WORD_BITS if str(bits) == masked[1])
+        return Format("mask", word_bits=bits)
     found = _NAME.fullmatch(name)
     share = float(found[2] or 1) if found else math.nan
     if found is None or not share > 0:

@@ -227,6 +227,8 @@ class Upload(Message):
     format: Annotated[str, Field(max_length=40)] = "f32"  # a wire format's name
     # Claimed samples if the updater counts fewer; a trainer's value is ignored.
     claimed: Count | None = None
+    # In a private run, a fedstream.private.sealing.SealedUpdate: the mask's seed, for the helper.
+    sealed: Annotated[bytes, Field(max_length=4096)] | None = None
 
     @property
     def blob(self) -> str:

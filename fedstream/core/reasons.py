@@ -42,6 +42,10 @@ REFUSED = (
     WIRE_SCALE := "wire scale",  # of a block: negative or not finite
     WIRE_INDEX := "wire index",  # of a kept value: beyond the last parameter
     WIRE_TOO_LONG := "wire bomb",  # would decompress to more than a model
+    SEAL := "seal",  # of a private update: missing, or made for another one
+    HELPER_LOST := "helper lost",  # sealed to a key that the helper has no more
+    IN_THE_BATCH := "in the batch already",  # another update of this device
+    PRIVACY_SPENT := "privacy spent",  # the device has no privacy budget left
 )
 # The task will get no answer.
 GIVEN_UP = (
@@ -101,6 +105,9 @@ OF_THE_RUN = frozenset(
     {
         TOO_STALE,
         TOO_OLD,
+        HELPER_LOST,
+        IN_THE_BATCH,
+        PRIVACY_SPENT,
         DEVICE_QUARANTINED,
         DROPPED_OUT,
         ROUND_OVER,

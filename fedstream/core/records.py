@@ -68,6 +68,7 @@ class Run:
     start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
     goal: Mapping[str, Goal] = field(default_factory=dict)  # of metrics, declared by the task
     stop_metric: str | None = None  # that may end the run
+    policy: str = ""  # of a private run: the text of its fedstream.private.policy.PrivacyPolicy
 
     def difference(self, layout: str | None, devices: int | None) -> str:
         """The difference between a device's task and the run's, for people; '' if there is none.
@@ -127,6 +128,7 @@ class Run:
             start=record.get("start", b"").decode(),
             goal=msgpack.unpackb(record.get("goal", b"\x80")),
             stop_metric=record["stop_metric"].decode() if "stop_metric" in record else None,
+            policy=record.get("policy", b"").decode(),
         )
 
 

@@ -15,11 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstream.core import words as core_words
 from fedstream.core.errors import FedstreamError
+from fedstream.core.words import Words
 from fedstream.private.noise import keystream
 from fedstream.private.policy import PrivacyPolicy
-
-MaskWords = NDArray[np.uint32]
 
 SEED_BYTES: Final = 32
 _MOST_DRAWS = 64  # each succeeds with a probability of at least 1 - exp(-1/2)
@@ -69,14 +69,14 @@ def square(values: NDArray[np.int64]) -> int:
     return (parts[0] << 32) + (parts[1] << 17) + parts[2]
 
 
-def masked(values: NDArray[np.int64], seed: bytes) -> MaskWords:
+def masked(values: NDArray[np.int64], seed: bytes) -> Words:
     """Hide integers behind the seed's stream. A seed must never be used twice."""
     total = values.astype(np.uint32)  # modulo 2**32
     add_mask(total, seed, 1)
     return total
 
 
-def add_mask(total: MaskWords, seed: bytes, weight: int) -> None:
+def add_mask(total: Words, seed: bytes, weight: int) -> None:
     """Add the seed's stream ``weight`` times, in place and modulo 2**32."""
     stream, factor = keystream(seed), np.uint32(weight)
     for start in range(0, total.size, _SLICE):
@@ -85,14 +85,14 @@ def add_mask(total: MaskWords, seed: bytes, weight: int) -> None:
         part += mask if weight == 1 else mask * factor
 
 
-def add_masked(total: MaskWords, update: MaskWords, weight: int) -> None:
+def add_masked(total: Words, update: Words, weight: int) -> None:
     """Add a masked update ``weight`` times, in place and modulo 2**32."""
     total += update if weight == 1 else update * np.uint32(weight)
 
 
 def sum_of_masks(
     seeds: Iterable[tuple[bytes, int]], noise: NDArray[np.int64] | None, parameters: int
-) -> MaskWords:
+) -> Words:
     """The helper's M: the seeds' streams by their weights, plus noise.
 
     The memory does not depend on the number of seeds.
@@ -103,7 +103,7 @@ def sum_of_masks(
     return total
 
 
-def unmasked(total: MaskWords, masks: MaskWords, policy: PrivacyPolicy) -> NDArray[np.int64]:
+def unmasked(total: Words, masks: Words, policy: PrivacyPolicy) -> NDArray[np.int64]:
     """The sum of the updates in units, with its noise, from the masked sum and M."""
     unused = np.uint32(32 - policy.word_bits)
     signed = ((total - masks) << unused).view(np.int32)
@@ -131,24 +131,19 @@ def in_model_units(
     return (opened * ldexp(1 / divisor, -policy.scale_bits)).astype(np.float32)
 
 
-def packed(words: MaskWords, policy: PrivacyPolicy) -> bytes:
-    """MaskWords on the wire: little-endian, ``word_bits`` each."""
-    data = words.astype("<u4", copy=False)
-    if policy.word_bits == 32:
-        return data.tobytes()
-    return data.view(np.uint8).reshape(-1, 4)[:, : policy.word_bits // 8].tobytes()
+def packed(words: Words, policy: PrivacyPolicy) -> bytes:
+    """Words on the wire: little-endian, the policy's ``word_bits`` each."""
+    return core_words.packed(words, policy.word_bits).tobytes()
 
 
-def unpacked(data: bytes, policy: PrivacyPolicy) -> MaskWords:
+def unpacked(data: bytes, policy: PrivacyPolicy) -> Words:
     """Read what :func:`packed` wrote. Raises BadWords."""
-    width = policy.word_bits // 8
-    if len(data) != width * policy.parameters:
+    size = policy.word_bits // 8 * policy.parameters
+    if len(data) != size:
         raise BadWords(
             f"{len(data)} bytes, but {policy.parameters} words of {policy.word_bits} bits take "
-            f"{width * policy.parameters}"
+            f"{size}"
         )
-    if width == 4:
-        return np.frombuffer(data, "<u4").astype(np.uint32)
-    words = np.zeros((policy.parameters, 4), np.uint8)
-    words[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
-    return words.view("<u4").reshape(-1).astype(np.uint32, copy=False)
+    found = np.empty(policy.parameters, np.uint32)
+    core_words.unpack(np.frombuffer(data, np.uint8), policy.word_bits, found)
+    return found

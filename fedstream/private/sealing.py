@@ -37,7 +37,8 @@ from pydantic import Field
 
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import Count, Id, Message, Name
-from fedstream.private.masks import SEED_BYTES, MaskWords, masked, packed
+from fedstream.core.words import Words
+from fedstream.private.masks import SEED_BYTES, masked, packed
 from fedstream.private.policy import Hex32, KemName, PrivacyPolicy
 
 SUITES: Final = {
@@ -187,7 +188,7 @@ def seal(
     """
     key.check(policy, time.time() if now is None else now)
     seed = os.urandom(SEED_BYTES)
-    words: MaskWords = masked(values, seed)
+    words: Words = masked(values, seed)
     data = packed(words, policy)
     unsigned = SealedUpdate(
         run=run,

@@ -14,6 +14,7 @@ from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
+from fedstream.strategies.private_sums import PRIVATE, PrivateSums, PrivateTerms
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -33,6 +34,7 @@ __all__ = [
     "Memory",
     "Mixing",
     "Model",
+    "PrivateSums",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",
@@ -74,8 +76,12 @@ def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
 
     Raises ConfigError; NotTrusted if its program may not be run (``runtime.plugins``).
     """
+    plain = {key: value for key, value in recorded.items() if key != PRIVATE}
     try:
-        settings = _RULES.validate_python(dict(recorded), context=RECORDED)
+        settings = _RULES.validate_python(plain, context=RECORDED)
+        if PRIVATE in recorded:
+            terms = PrivateTerms.model_validate(recorded[PRIVATE], strict=False)
+            settings = PrivateSums.of(settings, terms.policy, terms.per)
     except ValidationError as error:
         first = error.errors()[0]
         tag = first.get("ctx", {}).get("discriminator", "").strip("'")

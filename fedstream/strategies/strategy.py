@@ -53,6 +53,7 @@ class Memory:
     arrivals: int = 0  # updates for the next version
     weight: float = 0.0  # sum of their weights
     devices: DeviceVectors | None = None
+    closed: bool = False  # a private batch that takes no more updates, as its round has ended
 
     def copy(self, into: Model | None = None) -> Memory:
         """A deep copy; the sum is copied into ``into``, if given."""

@@ -1,0 +1,68 @@
+"""The table ``[private]``: with it, the server gets sums of updates and no single one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import Field, SecretStr, model_validator
+
+from fedstream.core.errors import ConfigError
+from fedstream.core.words import WordBits
+from fedstream.private.policy import KemName, PrivacyPolicy, read_signed
+from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.process import read_regular
+
+
+class PolicyTerms(Section):
+    """The table ``[private.terms]``: what a new policy is to say; see :class:`PrivacyPolicy`."""
+
+    clip: Positive = 1.0
+    min_batch: Annotated[int, Field(ge=2)] | None = None  # None: the strategy's batch
+    weights: Annotated[tuple[Annotated[int, Field(ge=1, le=1000)], ...], Field(min_length=1)] = (
+        1,
+    ) * 20  # by staleness
+    sigma: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    participations: Annotated[int, Field(ge=1)] = 1_000_000
+    word_bits: WordBits = 32
+    kem: KemName = "x25519"
+
+
+class PrivateSettings(Section):
+    """The table ``[private]``: the policy, and what each service needs to keep to it."""
+
+    policy: str | None = None  # file: the policy, signed by the helper's owner; None: not private
+    # The owner's Ed25519 public key.
+    owner: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    # Updater: the helper.
+    helper: str | None = None  # its URL
+    token: SecretStr | None = None  # the helper's http.token
+    ca: str | None = None  # PEM: authorities for the helper's certificate; None: the system's
+    tls_cert: str | None = None  # PEM: the certificate that the helper asks for
+    tls_key: str | None = None
+    ask_s: Positive = 60.0  # time limit for an answer
+    # Trainers: the folder with the private keys of their devices, DEVICE.pem.
+    keys: str | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # at which epsilon is stated
+    terms: PolicyTerms = PolicyTerms()  # of the policy that `fedstream run --private` makes
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if (self.policy is None) != (self.owner is None):
+            raise ValueError("private.policy and private.owner go together: set both or none")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("private.tls_cert and private.tls_key go together: set both or none")
+        return self
+
+    def read(self) -> PrivacyPolicy | None:
+        """Read the policy and check its signature; None: not private. Raises ConfigError."""
+        if self.policy is None or self.owner is None:
+            return None
+        at = f"private.policy = {self.policy!r}"
+        try:
+            data = read_regular(Path(self.policy))
+        except OSError as error:
+            raise ConfigError(f"{at}: {error.strerror}") from error
+        owner = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.owner))
+        return read_signed(data, owner, at)
