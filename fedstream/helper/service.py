@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-    Ed25519PrivateKey,
-    Ed25519PublicKey,
-)
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from prometheus_client import Counter, Histogram
 
@@ -29,7 +26,7 @@ from fedstream.helper.opening import REFUSALS, NotOpened, check_intent, noise_ep
 from fedstream.helper.store import HelperStore, StoreFailed
 from fedstream.private import noise
 from fedstream.private.masks import packed, sum_of_masks
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, read_signed
+from fedstream.private.policy import KeyRoster, PrivacyPolicy, public_key, read_signed
 from fedstream.private.sealing import EpochKey, EpochSecret, Intent
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
@@ -108,8 +105,8 @@ class HelperService:
         if owner is None:
             raise ConfigError("helper.owner: name the Ed25519 public key that signs the policy")
         self._signed = read("policy")
-        public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(owner))
-        policy = read_signed(self._signed, public, f"helper.policy = {settings.policy!r}")
+        at = f"helper.policy = {settings.policy!r}"
+        policy = read_signed(self._signed, public_key(owner), at)
         roster = KeyRoster.parsed(read("roster"), f"helper.roster = {settings.roster!r}")
         if roster.digest != policy.roster:
             raise ConfigError(

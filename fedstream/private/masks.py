@@ -125,7 +125,7 @@ def check_range(opened: NDArray[np.int64], total_weight: int, policy: PrivacyPol
 
 
 def in_model_units(
-    opened: NDArray[np.int64], divisor: int, policy: PrivacyPolicy
+    opened: NDArray[np.int64], divisor: float, policy: PrivacyPolicy
 ) -> NDArray[np.float32]:
     """The opened sum divided by a constant, such as K at flat weights; element by element."""
     return (opened * ldexp(1 / divisor, -policy.scale_bits)).astype(np.float32)

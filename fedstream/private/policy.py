@@ -27,10 +27,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.private.noise import LARGEST_SIGMA
+from fedstream.private.settings import KemName
 from fedstream.runtime.config import Section, check
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes: a SHA-256 or a public key
-KemName = Literal["x25519", "mlkem768-x25519"]
 
 DEVIATIONS: Final = 12.0  # of the noise within the range; more have a chance below 2**-100
 _SIGNED = b"fedstream policy 1\n"
@@ -151,6 +151,11 @@ def _object_in(text: bytes, at: str) -> Mapping[str, object]:
     if not isinstance(found, dict):
         raise ConfigError(f"{at}: expected a JSON object with a policy's keys")
     return found
+
+
+def public_key(text: str) -> Ed25519PublicKey:
+    """An Ed25519 public key from its 64 hexadecimal digits."""
+    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
 
 
 def signed(policy: PrivacyPolicy, owner: Ed25519PrivateKey) -> bytes:

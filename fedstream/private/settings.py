@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import Field, SecretStr, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.words import WordBits
-from fedstream.private.policy import KemName, PrivacyPolicy, read_signed
 from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.process import read_regular
+
+if TYPE_CHECKING:
+    from fedstream.private.policy import PrivacyPolicy
+
+KemName = Literal["x25519", "mlkem768-x25519"]
 
 
 class PolicyTerms(Section):
@@ -59,10 +62,11 @@ class PrivateSettings(Section):
         """Read the policy and check its signature; None: not private. Raises ConfigError."""
         if self.policy is None or self.owner is None:
             return None
+        from fedstream.private.policy import public_key, read_signed
+
         at = f"private.policy = {self.policy!r}"
         try:
             data = read_regular(Path(self.policy))
         except OSError as error:
             raise ConfigError(f"{at}: {error.strerror}") from error
-        owner = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.owner))
-        return read_signed(data, owner, at)
+        return read_signed(data, public_key(self.owner), at)

@@ -14,7 +14,6 @@ from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
-from fedstream.strategies.private_sums import PRIVATE, PrivateSums, PrivateTerms
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -34,7 +33,6 @@ __all__ = [
     "Memory",
     "Mixing",
     "Model",
-    "PrivateSums",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",
@@ -76,12 +74,14 @@ def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
 
     Raises ConfigError; NotTrusted if its program may not be run (``runtime.plugins``).
     """
-    plain = {key: value for key, value in recorded.items() if key != PRIVATE}
+    plain = dict(recorded)
+    terms = plain.pop("private", None)
     try:
         settings = _RULES.validate_python(plain, context=RECORDED)
-        if PRIVATE in recorded:
-            terms = PrivateTerms.model_validate(recorded[PRIVATE], strict=False)
-            settings = PrivateSums.of(settings, terms.policy, terms.per)
+        if terms is not None:
+            from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+
+            settings = PrivateSums.of(settings, PrivateTerms.model_validate(terms, strict=False))
     except ValidationError as error:
         first = error.errors()[0]
         tag = first.get("ctx", {}).get("discriminator", "").strip("'")

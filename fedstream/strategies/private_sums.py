@@ -32,8 +32,6 @@ from fedstream.strategies.mixing import add
 from fedstream.strategies.staleness import Constant
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 
-PRIVATE = "private"  # key of a recorded strategy
-
 
 class PrivateTerms(Section):
     """What makes a recorded rule private."""
@@ -47,16 +45,15 @@ class PrivateSums(Strategy):
     """A rule on sums of masked updates."""
 
     sends: ClassVar[Sends] = "delta"
+    masked: ClassVar[bool] = True
     name: str
     rule: Strategy
     terms: PrivateTerms
 
     @classmethod
-    def of(cls, rule: Strategy, policy: PrivacyPolicy, per: float = 1.0) -> PrivateSums:
-        """The private form of a rule. Raises ConfigError if it has none.
-
-        ``per``: gamma H, if the rule divides by it.
-        """
+    def of(cls, rule: Strategy, terms: PrivateTerms) -> PrivateSums:
+        """The private form of a rule. Raises ConfigError if it has none."""
+        policy = terms.policy
         if why := _unfit(rule, policy):
             raise ConfigError(f"strategy.name = {rule.name!r} in a private run: {why}")
         limit = len(policy.weights) - 1
@@ -66,13 +63,13 @@ class PrivateSums(Strategy):
             name=rule.name,
             max_staleness=limit,
             rule=rule,
-            terms=PrivateTerms(policy=policy, per=per if rule.by_steps else 1.0),
+            terms=terms,
         )
 
     @model_serializer
     def _recorded(self) -> dict[str, Any]:
         """As in a journal: the rule's own keys, and the terms."""
-        return self.rule.model_dump(mode="json") | {PRIVATE: self.terms.model_dump(mode="json")}
+        return self.rule.model_dump(mode="json") | {"private": self.terms.model_dump(mode="json")}
 
     @property
     def policy(self) -> PrivacyPolicy:
@@ -155,8 +152,8 @@ def check_layout(layout: Layout, policy: PrivacyPolicy) -> None:
     if apart:
         raise ConfigError(
             f"a private run sends trained parameters alone, but the model has "
-            f"{', '.join(apart[:3])}{' and others' if apart[3:] else ''}: keep them on the devices (Task.local), or use "
-            "layers without such buffers, such as GroupNorm"
+            f"{', '.join(apart[:3])}{' and others' if apart[3:] else ''}: keep them on the "
+            "devices (Task.local), or use layers without such buffers, such as GroupNorm"
         )
     if layout.parameters != policy.parameters:
         raise ConfigError(

@@ -114,6 +114,8 @@ class Strategy(NamedSettings):
     """whether the rule corrects client drift, which also needs such solvers (SCAFFOLD)"""
     rounds: ClassVar[InRounds] = "possible"
     """whether the scheduler may ask devices in rounds"""
+    masked: ClassVar[bool] = False
+    """whether updates are masked: versions are then made by opening a batch's sum"""
     batch_key: ClassVar[str] = "buffer_size"
     """the key that sets ``batch``, for error messages"""
 
@@ -170,6 +172,14 @@ class Strategy(NamedSettings):
     def end_round(self, state: State) -> State:
         """End the round: make the next version of the arrived updates, if any."""
         return state
+
+    def is_due(self, state: State) -> bool:
+        """Whether a batch of masked updates is complete, so that its sum can be opened."""
+        return False
+
+    def open(self, state: State, opened: Model) -> State:
+        """Make the version of an opened sum; only for rules whose updates are masked."""
+        raise NotImplementedError
 
     def drop_round(self, state: State) -> State:
         """End the round and drop its updates; the version stays.
