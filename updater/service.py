@@ -29,6 +29,7 @@ from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
 from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.recorder import Recorder
+from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.service import Context, lead, repeat
@@ -76,9 +77,11 @@ class Updater:
         published_as: Format = F32,
         digests: DigestAlgorithm = "sha256",
         parts: dict[str, str] | None = None,
+        private: PrivateSettings | None = None,
     ) -> None:
         """``published_as``: the format of published versions. ``digests``: the digest algorithm of
-        models and updates, for a new run. ``parts``: digests of the user's own solvers and other
+        models and updates, for a new run. ``private``: how to reach the helper, for a strategy
+        whose updates are masked. ``parts``: digests of the user's own solvers and other
         plug-ins, for the journal's heads. ``stop_metric``: the metric that may end the run.
         """
         if not journal.weights and strategy.has_memory:
