@@ -250,9 +250,7 @@ class Settings(Section):
             "redis": redis,
             "gateway": gateway,
             "helper": _absolute(self.helper, *files),
-            "private": _absolute(
-                self.private, "policy", "keys", "ca", "tls_cert", "tls_key"
-            ),
+            "private": _absolute(self.private, "policy", "keys", "ca", "tls_cert", "tls_key"),
             "http": _absolute(self.http, "token_file", "certificates"),
         }
         return self.model_copy(update=made)
