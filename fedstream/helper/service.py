@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from prometheus_client import Counter, Histogram
 
 from fedstream.core.errors import BadMessage, ConfigError
@@ -26,7 +24,13 @@ from fedstream.helper.opening import REFUSALS, NotOpened, check_intent, noise_ep
 from fedstream.helper.store import HelperStore, StoreFailed
 from fedstream.private import noise
 from fedstream.private.masks import packed, sum_of_masks
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, public_key, read_signed
+from fedstream.private.policy import (
+    KeyRoster,
+    PrivacyPolicy,
+    private_key,
+    public_key,
+    read_signed,
+)
 from fedstream.private.sealing import EpochKey, EpochSecret, Intent
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
@@ -42,6 +46,7 @@ _UPDATE_BYTES = 4096  # of a sealed update in an intent, at most
 _SLOW_S = 600.0  # longest opening; epochs are rotated between two of them
 _AT_ONCE = 4  # intents in memory; more are answered 503
 INTENT_HEADER = "Fedstream-Intent"  # of an answer: the intent's digest
+EPOCHS_HEADER = "Fedstream-Epochs"  # of the key: the epochs that can be opened, oldest first
 BYTES = "application/octet-stream"
 
 
@@ -72,6 +77,11 @@ class Helper:
             *_, newest = self._epochs.values()
             until = int(self._store.began() + self._epoch_s + self._keep_s)
             self.key: EpochKey = newest.announced(self._policy, self._key, until)
+
+    @property
+    def epochs(self) -> tuple[str, ...]:
+        """The epochs whose updates can be opened, oldest first; the last is the key's."""
+        return tuple(self._epochs)
 
     def open(self, intent: Intent) -> bytes:
         """M for an intent, packed: the same bytes for the same intent.
@@ -161,7 +171,8 @@ class HelperService:
         return web.Response(body=self._signed, content_type="text/plain")
 
     async def _send_key(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self.helper.key.encode(), content_type=BYTES)
+        headers = {EPOCHS_HEADER: ",".join(self.helper.epochs)}
+        return web.Response(body=self.helper.key.encode(), content_type=BYTES, headers=headers)
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         if self._token is not None and not _has_token(request, self._token.get_secret_value()):
@@ -246,12 +257,7 @@ def _content(settings: HelperSettings, key: str) -> bytes:
 
 
 def _private_key(pem: bytes, at: str, policy: PrivacyPolicy) -> Ed25519PrivateKey:
-    try:
-        key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{at}: not an Ed25519 private key in PEM without a password")
+    key = private_key(pem, at)
     if key.public_key().public_bytes_raw().hex() != policy.helper:
         raise ConfigError(f"{at}: not the key that the policy names as the helper's")
     return key
