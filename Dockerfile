@@ -2,7 +2,7 @@
 # One image for all services: `docker run fedstream:0.2.0 coordinator`, and so on.
 #   docker build -t fedstream:0.2.0 .
 #   docker build -t fedstream:0.2.0-cuda --build-arg TORCH=cuda .
-#   docker build -t fedstream:0.2.0-helper --build-arg TORCH=none .   # `fedstream helper` alone, a tenth of the size
+#   docker build -t fedstream:0.2.0-helper --build-arg TORCH=none .   # for `fedstream helper` alone
 # Every package's file is one of those whose hashes requirements/ has, and the base is pinned by its digest; for the very
 # same bytes give SOURCE_DATE_EPOCH too.
 ARG PYTHON=3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
