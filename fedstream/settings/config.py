@@ -22,6 +22,7 @@ from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.helper.settings import HelperSettings
 from fedstream.journal import JournalSettings
+from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.config import Option, Section, load
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
@@ -86,6 +87,7 @@ class Settings(Section):
     coordinator: CoordinatorSettings = CoordinatorSettings()
     gateway: GatewaySettings = GatewaySettings()
     helper: HelperSettings = HelperSettings()
+    private: PrivateSettings = PrivateSettings()
     lease: LeaseSettings = LeaseSettings()
     updater: UpdaterSettings = UpdaterSettings()
     journal: JournalSettings = JournalSettings()
@@ -248,6 +250,9 @@ class Settings(Section):
             "redis": redis,
             "gateway": gateway,
             "helper": _absolute(self.helper, *files),
+            "private": _absolute(
+                self.private, "policy", "keys", "ca", "tls_cert", "tls_key"
+            ),
             "http": _absolute(self.http, "token_file", "certificates"),
         }
         return self.model_copy(update=made)

@@ -272,6 +272,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         solvers=settings.solvers,
         participation=settings.participation,
         wire=settings.wire.of_updates,
+        private=settings.private,
         run_devices=settings.task.devices,
     )
     return service, settings.trainer.drain_s
