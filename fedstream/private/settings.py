@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -70,3 +71,18 @@ class PrivateSettings(Section):
         except OSError as error:
             raise ConfigError(f"{at}: {error.strerror}") from error
         return read_signed(data, public_key(self.owner), at)
+
+
+def client_context(settings: PrivateSettings) -> ssl.SSLContext:
+    """The TLS context for requests to the helper. Raises ConfigError for an unusable file."""
+    try:
+        context = ssl.create_default_context(cafile=settings.ca)
+        if settings.tls_cert is not None:
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise ConfigError(
+            f"private.ca = {settings.ca!r}, private.tls_cert = {settings.tls_cert!r}, "
+            f"private.tls_key = {settings.tls_key!r}: not readable as certificates in PEM and a "
+            f"key without a password: {error}"
+        ) from error
+    return context
