@@ -132,7 +132,9 @@ async def test_real_gateway_gets_a_masked_update_and_nothing_about_the_data(
     assert (sealed.task, sealed.attempt, sealed.device) == (upload.task, upload.attempt, 7)
     assert (sealed.tau, sealed.masked) == (0, hashlib.sha256(data).hexdigest())
     assert np.all(np.abs(opened(data, sealed, secret) - learned(task, x_tau, upload.task)) < 1.0)
-    assert said[-1] == "task x"
+    assert said[-1] == (
+        f"task {upload.task}: admitted: trained from version 0, masked and sealed, 40 bytes"
+    )
 
 
 async def test_update_is_masked_whatever_the_offer_asks_for(
@@ -160,15 +162,16 @@ async def test_resent_update_has_the_same_bytes_and_a_new_attempt_another_seed(
     await killed_in(UpdateUpload, "receipt", private())
     kept = DeviceFolder(tmp_path / "state").update()
     assert kept is not None
+    second = offers(gateway, model, privacy_of(key), task="task-2")
     await run_device(private(), nothing, nothing)
     sent = gateway.sent[first.attempt]
     assert (bytes(sent.data), sent.report) == (kept.data.tobytes(), kept.report)
-    second = offers(gateway, model, privacy_of(key))  # the same task again
+    third = offers(gateway, model, privacy_of(key), task="task-2")  # the gateway asks again
     await run_device(private(), nothing, nothing)
-    again = gateway.sent[second.attempt]
-    seals = [SealedUpdate.decode(one.report.seal or b"") for one in (sent, again)]
-    assert len({secret.seed_of(seal, POLICY.kem) for seal in seals}) == 2
-    assert task.steps == 6
+    seals = [gateway.sent[one.attempt].report.seal for one in (first, second, third)]
+    seeds = {secret.seed_of(SealedUpdate.decode(seal or b""), POLICY.kem) for seal in seals}
+    assert len(seeds) == 3
+    assert task.steps == 9
 
 
 async def test_finished_update_lies_masked_on_the_disk(
@@ -277,7 +280,7 @@ async def test_device_without_a_policy_takes_no_private_task(
 async def test_model_with_buffers_or_of_another_size_is_refused_before_the_first_request(
     gateway: FakeGateway, private: Private, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="1.running_mean"):
+    with pytest.raises(ConfigError, match=r"1\.running_mean"):
         await run_device(private(load=Steps), nothing, nothing)
     small = policy_of(parameters=9)
     with pytest.raises(ConfigError, match=r"for 9 parameters, the model has 10"):
@@ -321,8 +324,8 @@ async def test_update_from_before_the_policy_is_never_sent(
 async def test_policy_needs_a_key_of_its_roster(
     gateway: FakeGateway, options: Options, tmp_path: Path
 ) -> None:
+    own_key(tmp_path / "old.pem")
     with pytest.raises(ConfigError, match="Ed25519"):
-        own_key(tmp_path / "old.pem")
         await run_device(options(policy=POLICY, key=tmp_path / "old.pem"), nothing, nothing)
     assert gateway.asked == []
     assert isinstance(own_key(tmp_path / "new.pem", ed25519=True), Ed25519PrivateKey)
