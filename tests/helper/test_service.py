@@ -10,6 +10,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -94,6 +95,18 @@ async def test_a_batch_is_opened_over_http(tmp_path: Path) -> None:
         assert said["intent"] == intent.digest
         assert said["tasks"] == [f"task-{device}" for device in range(4)]
         assert counted(its, "fedstream_helper_refused_total", reason="overlap") == 1
+
+
+async def test_the_key_comes_with_the_epochs_that_can_be_opened(tmp_path: Path) -> None:
+    """So the server refuses what no batch could contain any more."""
+    store = HelperStore(Path(files(tmp_path)["store"]), policy_of())
+    store.rotate(time.time() - 100_000, every_s=1, keep_s=1)
+    [old] = store.epochs()
+    store.close()
+    async with serving(tmp_path) as http:
+        answer = await http.get("/v1/key")
+        new = EpochKey.decode(await answer.read()).epoch
+        assert answer.headers["Fedstream-Epochs"] == f"{old},{new}"
 
 
 async def test_what_is_no_intent_is_refused(tmp_path: Path) -> None:
@@ -207,6 +220,12 @@ def test_tls_settings_go_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not readable as certificates"):
         HelperSettings(tls_cert="a.pem", tls_key="a.pem").tls()
     assert HelperSettings().tls() is None
+
+
+def test_epochs_whose_ids_do_not_fit_a_header_are_refused() -> None:
+    assert HelperSettings(epoch_s=1.0, keep_s=200.0).keep_s == 200
+    with pytest.raises(ValidationError, match=r"helper\.keep_s must be at most 200 times"):
+        HelperSettings(epoch_s=1.0, keep_s=201.0)
 
 
 @pytest.mark.process
