@@ -95,11 +95,11 @@ class Helper:
             key = noise.noise_key(secret.noise, intent.digest)
             return noise.draw(key, policy.parameters, policy.noise_sigma)
 
-        if policy.bands > 1:
-            added = self._store.take_in_turn(intent, secret.epoch, drawn)
-        else:
+        if policy.bands == 1:
             self._store.take(intent)
             added = drawn() if policy.sigma else None
+        else:
+            added = self._store.take_in_turn(intent, secret.epoch, drawn)
         return packed(sum_of_masks(seeds, added, policy.parameters), policy)
 
 
