@@ -99,7 +99,7 @@ class Newest:
         from fedstream.private.sealing import EpochKey
 
         if (data := await self._ledger.epoch_key()) is None:
-            raise Unavailable("the helper's key is not in Redis: does the updater reach the helper?")
+            raise Unavailable("the helper's key is not in Redis: can the updater reach it?")
         return EpochKey.decode(data)
 
     async def _read(self, head: Head | None) -> tuple[Head, Model]:

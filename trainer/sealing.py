@@ -7,7 +7,7 @@ would tell about the data of a single device. See docs/privacy.md.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,14 +39,14 @@ class Sealer:
     """Masks and seals the updates of devices whose private keys are here."""
 
     def __init__(
-        self, policy: PrivacyPolicy, layout: Layout, keys: Mapping[int, Ed25519PrivateKey]
+        self, policy: PrivacyPolicy, layout: Layout, key_of: Callable[[int], Ed25519PrivateKey]
     ) -> None:
-        """``keys``: by device. Raises ConfigError if the model's updates can't be masked."""
+        """``key_of``: a device's private key. Raises ConfigError if the model's updates can't be masked."""
         check_layout(layout, policy)
         self.policy = policy
         self.format = Format("mask", word_bits=policy.word_bits)
         self._layout = layout.signature
-        self._keys = keys
+        self._key_of = key_of
 
     def sealed(
         self,
@@ -73,7 +73,7 @@ class Sealer:
             values,
             self.policy,
             epoch,
-            self._keys[device],
+            self._key_of(device),
             run=run,
             task=task,
             attempt=attempt,
@@ -132,4 +132,5 @@ def sealer_of(run: Run, name: str, settings: PrivateSettings, devices: Iterable[
         )
     if settings.keys is None:
         raise ConfigError("private.keys: name the folder with the devices' keys, DEVICE.pem")
-    return Sealer(policy, run.layout, device_keys(Path(settings.keys), devices))
+    keys = device_keys(Path(settings.keys), devices)
+    return Sealer(policy, run.layout, keys.__getitem__)

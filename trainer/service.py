@@ -156,8 +156,9 @@ class Trainer:
         rests: Backoff | None = None,
         run_devices: int | None = None,
     ) -> None:
-        """``wire``: format of updates. ``private``: None: only runs that are not. ``rests``: back-off after given-up tasks; None: at most five
-        seconds. ``run_devices``: the key ``task.devices``; None: the task decides.
+        """``wire``: format of updates. ``private``: None: only for runs that are not private.
+        ``rests``: back-off after given-up tasks; None: at most five seconds. ``run_devices``: the
+        key ``task.devices``; None: the task decides.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)

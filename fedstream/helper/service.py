@@ -46,6 +46,7 @@ _UPDATE_BYTES = 4096  # of a sealed update in an intent, at most
 _SLOW_S = 600.0  # longest opening; epochs are rotated between two of them
 _AT_ONCE = 4  # intents in memory; more are answered 503
 INTENT_HEADER = "Fedstream-Intent"  # of an answer: the intent's digest
+EPOCHS_HEADER = "Fedstream-Epochs"  # of the key: the epochs that can be opened, oldest first
 BYTES = "application/octet-stream"
 
 
@@ -76,6 +77,11 @@ class Helper:
             *_, newest = self._epochs.values()
             until = int(self._store.began() + self._epoch_s + self._keep_s)
             self.key: EpochKey = newest.announced(self._policy, self._key, until)
+
+    @property
+    def epochs(self) -> tuple[str, ...]:
+        """The epochs whose updates can be opened, oldest first; the last is the key's."""
+        return tuple(self._epochs)
 
     def open(self, intent: Intent) -> bytes:
         """M for an intent, packed: the same bytes for the same intent.
@@ -165,7 +171,8 @@ class HelperService:
         return web.Response(body=self._signed, content_type="text/plain")
 
     async def _send_key(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self.helper.key.encode(), content_type=BYTES)
+        headers = {EPOCHS_HEADER: ",".join(self.helper.epochs)}
+        return web.Response(body=self.helper.key.encode(), content_type=BYTES, headers=headers)
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         if self._token is not None and not _has_token(request, self._token.get_secret_value()):

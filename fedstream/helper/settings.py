@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from fedstream.core.errors import ConfigError
 from fedstream.runtime.config import Positive, Section
 
+_MOST_EPOCHS = 200  # kept at once: their ids fit the header of an answer
+
 
 class HelperSettings(Section):
     """The table ``[helper]``: files, epochs and TLS. Only the store's file is written."""
@@ -32,6 +34,11 @@ class HelperSettings(Section):
     def _agree(self) -> HelperSettings:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("helper.tls_cert and helper.tls_key go together: set both or none")
+        if self.keep_s > _MOST_EPOCHS * self.epoch_s:
+            raise ValueError(
+                f"helper.keep_s must be at most {_MOST_EPOCHS} times helper.epoch_s "
+                f"({self.epoch_s:g}): GET /v1/key names all epochs that can be opened"
+            )
         if self.client_ca is not None and self.tls_cert is None:
             raise ValueError("helper.client_ca needs helper.tls_cert")
         return self

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstream.core import words as core_words
-from fedstream.core.errors import FedstreamError
+from fedstream.core.errors import FedstreamError, SumOutOfRange
 from fedstream.core.words import Words
 from fedstream.private.noise import keystream
 from fedstream.private.policy import PrivacyPolicy
@@ -28,10 +28,6 @@ _SLICE: Final = 1 << 14  # values masked at once: the arrays stay in the process
 
 class BadWords(FedstreamError):
     """Packed words of another length than the policy's."""
-
-
-class SumOutOfRange(FedstreamError):
-    """An opened sum that no batch of honest devices has: an update or the mask was malformed."""
 
 
 def rounded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -30,6 +31,7 @@ class PolicyTerms(Section):
     participations: Annotated[int, Field(ge=1)] = 1_000_000
     word_bits: WordBits = 32
     kem: KemName = "x25519"
+    image: Annotated[str, Field(max_length=200)] = ""  # the helper's, by digest
 
 
 class PrivateSettings(Section):
@@ -48,7 +50,7 @@ class PrivateSettings(Section):
     # Trainers: the folder with the private keys of their devices, DEVICE.pem.
     keys: str | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # at which epsilon is stated
-    terms: PolicyTerms = PolicyTerms()  # of the policy that `fedstream run --private` makes
+    terms: PolicyTerms = PolicyTerms()  # of a policy that fedstream makes
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -70,3 +72,18 @@ class PrivateSettings(Section):
         except OSError as error:
             raise ConfigError(f"{at}: {error.strerror}") from error
         return read_signed(data, public_key(self.owner), at)
+
+
+def client_context(settings: PrivateSettings) -> ssl.SSLContext:
+    """The TLS context for requests to the helper. Raises ConfigError for an unusable file."""
+    try:
+        context = ssl.create_default_context(cafile=settings.ca)
+        if settings.tls_cert is not None:
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise ConfigError(
+            f"private.ca = {settings.ca!r}, private.tls_cert = {settings.tls_cert!r}, "
+            f"private.tls_key = {settings.tls_key!r}: not readable as certificates in PEM and a "
+            f"key without a password: {error}"
+        ) from error
+    return context

@@ -10,9 +10,10 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import trustme
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from pydantic import SecretStr, ValidationError
 
@@ -31,31 +32,13 @@ from fedstream.helper.store import HelperStore, StoreFailed
 from fedstream.private.masks import add_masked, unmasked, unpacked
 from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochKey, Intent, SealedUpdate, seal
-from fedstream.runtime.http import HttpSettings, application
-from fedstream.runtime.service import Context
+from fedstream.runtime.http import HttpSettings
+from tests.helper.served import serving
 from tests.private.enrolled import DEVICES, OWNER, ROSTER, files, hex_of, key_of, pem_of, policy_of
 from tests.support import context, counted, wait_until
 
 Http = TestClient[web.Request, web.Application]
 Serving = Callable[..., AbstractAsyncContextManager[Http]]
-
-
-@asynccontextmanager
-async def serving(
-    folder: Path, http: HttpSettings | None = None, its: Context | None = None, **changes: Any
-) -> AsyncIterator[Http]:
-    its = its or context()
-    service = HelperService(HelperSettings(**files(folder) | changes), http or HttpSettings())
-    running = asyncio.create_task(service.run(its))
-    client: Http = TestClient(TestServer(application(service.routes(), its.stop.is_set)))
-    await client.start_server()
-    try:
-        await wait_until(lambda: service._worker is not None)
-        yield client
-    finally:
-        await client.close()
-        its.stop.set()
-        await running
 
 
 def answers(key: EpochKey, policy: PrivacyPolicy, count: int) -> list[tuple[bytes, SealedUpdate]]:
@@ -112,6 +95,18 @@ async def test_a_batch_is_opened_over_http(tmp_path: Path) -> None:
         assert said["intent"] == intent.digest
         assert said["tasks"] == [f"task-{device}" for device in range(4)]
         assert counted(its, "fedstream_helper_refused_total", reason="overlap") == 1
+
+
+async def test_the_key_comes_with_the_epochs_that_can_be_opened(tmp_path: Path) -> None:
+    """So the server refuses what no batch could contain any more."""
+    store = HelperStore(Path(files(tmp_path)["store"]), policy_of())
+    store.rotate(time.time() - 100_000, every_s=1, keep_s=1)
+    [old] = store.epochs()
+    store.close()
+    async with serving(tmp_path) as http:
+        answer = await http.get("/v1/key")
+        new = EpochKey.decode(await answer.read()).epoch
+        assert answer.headers["Fedstream-Epochs"] == f"{old},{new}"
 
 
 async def test_what_is_no_intent_is_refused(tmp_path: Path) -> None:
@@ -225,6 +220,12 @@ def test_tls_settings_go_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not readable as certificates"):
         HelperSettings(tls_cert="a.pem", tls_key="a.pem").tls()
     assert HelperSettings().tls() is None
+
+
+def test_epochs_whose_ids_do_not_fit_a_header_are_refused() -> None:
+    assert HelperSettings(epoch_s=1.0, keep_s=200.0).keep_s == 200
+    with pytest.raises(ValidationError, match=r"helper\.keep_s must be at most 200 times"):
+        HelperSettings(epoch_s=1.0, keep_s=201.0)
 
 
 @pytest.mark.process

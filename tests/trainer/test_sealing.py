@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fedstream.broker.client import RedisSettings
+from fedstream.broker import blobs
 from fedstream.core.errors import ConfigError
 from fedstream.core.formats import format_of
 from fedstream.core.messages import Event, GiveUp, Measured, Presence, Upload, decode
+from fedstream.core.records import head_of
 from fedstream.private import masks
 from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochSecret, SealedUpdate
@@ -21,10 +23,20 @@ from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.task import initial
 from fedstream.trainer.vector import layout_of
 from tests.coordinator.gateway.places import evaluates
-from tests.private.enrolled import DEVICES, HELPER, OWNER, epoch_of, hex_of, key_of, pem_of, policy_of
+from tests.private.enrolled import (
+    DEVICES,
+    HELPER,
+    OWNER,
+    epoch_of,
+    hex_of,
+    key_of,
+    pem_of,
+    policy_of,
+)
 from tests.support import Hand, context, running, wait_until
-from tests.trainer.adding import Adds, Make, Point, answers
+from tests.trainer.adding import Adds, Make, answers
 from tests.trainer.stepping import H, Steps, stopped_midway
+from tests.trainer.test_local import Personal
 
 LINE = "line-of-the-run"
 POLICY = policy_of(parameters=4, clip=10.0)
@@ -166,7 +178,7 @@ class Plain(Steps):
 
 
 async def test_interrupted_training_leaves_nothing_in_redis_and_starts_over(
-    hand: Hand, redis: RedisSettings, make: Make, tmp_path: Path
+    hand: Hand, make: Make, tmp_path: Path
 ) -> None:
     """A workspace has the device's own model."""
     task, policy = Plain(), policy_of(parameters=10)
@@ -211,21 +223,17 @@ async def _is_two(told: Any) -> bool:
     return len(await told()) == 2
 
 
-class Keeping(Adds):
-    """Its one parameter stays on the device, but for its neighbour."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(Point(4), Point(2))
-
-    local = ("1.*",)
-
-
 async def test_local_values_need_a_folder_as_redis_is_read_by_others(
     hand: Hand, make: Make, private: PrivateSettings, tmp_path: Path
 ) -> None:
-    task = Keeping()
-    hand.layout = initial(task, 0).layout
+    task = Personal()
+    model = initial(task, 0)
+    hand.layout, unshared = model.layout, model.layout.unshared
+    assert unshared is not None
     await created(hand)
+    head = head_of(unshared)
+    values = hand.keys.model(head.blob)
+    await blobs.write(hand.client, values, unshared.model(), expire_s=60, encoded=head.encoded)
     with pytest.raises(ConfigError, match=r"name a folder for them, trainer\.local_dir"):
         await make(task=task, private=private).run(context())
     at_home = TrainerSettings(local_dir=str(tmp_path / "local"))
@@ -273,7 +281,7 @@ async def test_updates_of_a_private_run_have_no_other_format(
     hand: Hand, make: Make, private: PrivateSettings
 ) -> None:
     await created(hand)
-    with pytest.raises(ConfigError, match="wire.update = 'int4' in a private run"):
+    with pytest.raises(ConfigError, match=r"wire\.update = 'int4' in a private run"):
         await make(private=private, wire=format_of("int4")).run(context())
 
 
@@ -292,9 +300,11 @@ async def test_trainer_leaves_a_run_that_was_begun_anew(
 ) -> None:
     """Its updates would be sealed to the earlier run."""
     await created(hand)
-    with pytest.raises(ConfigError, match="was begun anew"):
-        async with running(make(private=private), context()) as service:
-            await wait_until(lambda: hand.client.call("ZCARD", hand.keys.alive))
-            await hand.client.call("HSET", hand.keys.run, "lineage", "another")
-            await hand.open(device=3)
-            await service
+    async with running(make(private=private), context(), may_fail=True) as ends:
+        await hand.open(device=3)
+        await answers(hand)
+        await hand.client.call("HSET", hand.keys.run, "lineage", "another")
+        await hand.open(device=3)
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(ends, 10)
+    assert ended.group_contains(ConfigError, match="was begun anew")
