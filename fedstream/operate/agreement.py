@@ -7,6 +7,7 @@ same key, or a roster of devices that exist.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +139,11 @@ def in_words(policy: PrivacyPolicy, delta: float) -> str:
     sums = f"sums of at least {policy.min_batch} updates of norm {policy.clip:g} at most"
     if not policy.sigma:
         return f"{sums}; no noise (private.terms.sigma), so no differential privacy"
+    most = most_epsilon(policy, delta)
+    said = f"epsilon {most:.4g}" if math.isfinite(most) else "epsilon without a bound"
     return (
-        f"{sums}; sigma {policy.sigma:g}: epsilon {most_epsilon(policy, delta):.4g} at delta "
-        f"{delta:g} for a device in {policy.participations:,} sums, the most allowed"
+        f"{sums}; sigma {policy.sigma:g}: {said} at delta {delta:g} for a device in "
+        f"{policy.participations:,} sums, the most allowed"
     )
 
 

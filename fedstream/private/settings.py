@@ -42,7 +42,7 @@ class PrivateSettings(Section):
     owner: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     # Updater: the helper.
     helper: str | None = None  # its URL
-    token: SecretStr | None = None  # the helper's http.token
+    token: Annotated[SecretStr | None, Field(exclude=True)] = None  # the helper's http.token
     ca: str | None = None  # PEM: authorities for the helper's certificate; None: the system's
     tls_cert: str | None = None  # PEM: the certificate that the helper asks for
     tls_key: str | None = None
