@@ -61,15 +61,16 @@ def geometric_median(vectors: Sequence[Floats], into: Floats) -> None:
 
 def _distance(a: Floats, b: Floats) -> float:
     """The Euclidean norm of a - b; unlike that of ``mixing``, with the same bits everywhere."""
-    total = 0.0
+    total, room = 0.0, np.empty(min(BLOCK, a.size))
     for start in range(0, a.size, BLOCK):
         part = slice(start, start + BLOCK)
-        squares = np.square(np.subtract(a[part], b[part], dtype=np.float64))
-        while squares.size > 1:  # halved, as a reduction's order depends on the machine
-            half = squares.size // 2
-            odd = squares[2 * half :]
-            squares = np.concatenate([squares[:half] + squares[half : 2 * half], odd])
-        total += float(squares[0])
+        left = room[: a[part].size]
+        np.square(np.subtract(a[part], b[part], out=left), out=left)
+        while left.size > 1:  # halved, as the order of a reduction depends on the machine
+            half = (left.size + 1) // 2
+            left[: left.size - half] += left[half:]
+            left = left[:half]
+        total += float(left[0])
     return sqrt(total)
 
 
