@@ -63,6 +63,15 @@ def test_mean_over_buckets_is_the_mean_over_updates(rule: Strategy) -> None:
     np.testing.assert_allclose(split.state.model.floats, whole.state.model.floats, atol=2e-5)
 
 
+def test_one_bucket_is_one_sum_bit_for_bit() -> None:
+    policy = policy_of(parameters=SIZE, sigma=0.0, max_batch=K)
+    run = Run(RULES[0], PrivateTerms(policy=policy))
+    total = sum(run.takes() for _ in range(K))
+    run.opens()
+    step = np.float32(0.7 / K) * np.asarray(total, np.float32)
+    np.testing.assert_array_equal(run.state.model.floats, np.float32(0.5) + step)
+
+
 def test_version_is_the_median_of_the_buckets_means() -> None:
     run = run_of(over="median")
     means = [fills(run) for _ in range(BUCKETS)]
