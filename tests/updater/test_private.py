@@ -290,7 +290,8 @@ async def test_buckets_are_those_of_the_run(
     async with running(private(**IN_BUCKETS), context()):
         await hand.join()
         await devices.answers(0)
-    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r"private\.buckets")):
+    buckets = pytest.RaisesExc(ConfigError, match=r"private\.buckets")
+    with pytest.RaisesGroup(buckets, flatten_subgroups=True):
         async with asyncio.timeout(30):
             await private(**IN_BUCKETS | {"rule": RULE, "terms": None}).run(context())
 
