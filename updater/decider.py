@@ -267,7 +267,7 @@ class Decider:
         version, payload, finish = self._made(state, step)
         record = SumOpened(
             intent=opening.intent.digest,
-            updates=len(before.held),
+            updates=len(before.in_sum),
             reason=step.dropped,
             format=format_,
             masks=sent.digest_like(state.digest) if sent is not None else None,

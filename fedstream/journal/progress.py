@@ -40,7 +40,8 @@ class PrivacyAccount:
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the sealed updates that are held, and the devices' privacy accounts.
+    Of a private run also the devices' privacy accounts, and the sealed updates of the batch that
+    is not opened yet; the batch's contributions are the last that are held.
     """
 
     state: State
@@ -49,6 +50,11 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+
+    @property
+    def in_sum(self) -> tuple[Contribution, ...]:
+        """The updates of the private batch that is not opened yet."""
+        return self.held[len(self.held) - len(self.sealed) :]
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
@@ -148,7 +154,7 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
 
 
 def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
-    """Make the version of a private batch that is due, or drop the batch.
+    """Open the sum of a private batch that is due, which may make a version, or drop the batch.
 
     ``masks``: of the helper, as 32-bit words in place of the parameters; None: it opened nothing.
     ``refused``: why, in that case.
@@ -160,15 +166,18 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         except SumOutOfRange:
             why = OUT_OF_RANGE
     if why:
-        state = strategy.drop_round(before.state)
+        state = strategy.drop_sum(before.state)
     accounts = dict(before.accounts)
-    for one in before.held:
+    for one in before.in_sum:
         was, weight = accounts.get(one.device, PrivacyAccount()), int(one.weight)
         if masks is not None:
             was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
         accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
-    after = replace(before, state=state, held=(), sealed=(), accounts=accounts)
-    return Step(after, made=None if why else before.held, dropped=why)
+    held = before.held[: len(before.held) - len(before.sealed)] if why else before.held
+    made = held if state.version != before.state.version else None
+    left = () if made is not None else held
+    after = replace(before, state=state, held=left, sealed=(), accounts=accounts)
+    return Step(after, made=made, dropped=why)
 
 
 def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:
