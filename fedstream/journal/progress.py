@@ -40,7 +40,8 @@ class PrivacyAccount:
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the sealed updates that are held, and the devices' privacy accounts.
+    Of a private run also the sealed updates that are held, the devices' privacy accounts, and the
+    number of dropped batches.
     """
 
     state: State
@@ -49,6 +50,7 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+    dropped: int = 0
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
@@ -167,7 +169,14 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         if masks is not None:
             was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
         accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
-    after = replace(before, state=state, held=(), sealed=(), accounts=accounts)
+    after = replace(
+        before,
+        state=state,
+        held=(),
+        sealed=(),
+        accounts=accounts,
+        dropped=before.dropped + bool(why),
+    )
     return Step(after, made=None if why else before.held, dropped=why)
 
 
