@@ -7,7 +7,7 @@ gives the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -149,6 +149,23 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
     return Step(replace(before, state=state, held=()), made=before.held)
 
 
+def charged(
+    accounts: Mapping[int, PrivacyAccount],
+    batch: Iterable[tuple[int, int]],
+    *,
+    is_opened: bool,
+    is_dropped: bool,
+) -> Mapping[int, PrivacyAccount]:
+    """The accounts after a batch of (device, weight). A sum that is opened counts."""
+    found = dict(accounts)
+    for device, weight in batch:
+        was = found.get(device, PrivacyAccount())
+        if is_opened:
+            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
+        found[device] = replace(was, burnt=was.burnt + 1 if is_dropped else 0)
+    return found
+
+
 def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
     """Make the version of a private batch that is due, or drop the batch.
 
@@ -163,12 +180,8 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
             why = OUT_OF_RANGE
     if why:
         state = strategy.drop_round(before.state)
-    accounts = dict(before.accounts)
-    for one in before.held:
-        was, weight = accounts.get(one.device, PrivacyAccount()), int(one.weight)
-        if masks is not None:
-            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
-        accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
+    batch = [(one.device, int(one.weight)) for one in before.held]
+    accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
     after = replace(
         before,
         state=state,
