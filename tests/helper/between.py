@@ -51,6 +51,7 @@ class Between:
     def __init__(self, *, late_s: float = 0.5) -> None:
         self.helper: str | None = None  # its URL; None: nobody listens
         self.exchanges: list[Exchange] = []
+        self.sent: dict[str, Intent] = {}  # that the helper may have got, by digest
         self.next: list[Trouble] = []
         self.met: list[Trouble] = []  # that have happened
         self.at_request: Callable[[], object] | None = None  # called once, before the helper
@@ -134,6 +135,9 @@ class Between:
         if self.helper is None:
             return None
         url = self.helper.rstrip("/") + path
+        if path == "/v1/open":
+            intent = Intent.decode(sent)
+            self.sent[intent.digest] = intent
         try:
             async with self._session.request(method, url, data=sent) as reply:
                 answer = await reply.read()
