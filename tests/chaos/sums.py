@@ -673,9 +673,7 @@ async def _main(seeds: Sequence[int]) -> list[Outcome]:
             at.mkdir()
             outcome = await play(plan(seed), at, settings, Keys(f"sums-{seed}"))
             outcomes.append(outcome)
-                said = (
-                    "\n  ".join(["FAILED", *outcome.complaints]) if outcome.complaints else "held"
-                )
+            said = "\n  ".join(["FAILED", *outcome.complaints] if outcome.complaints else ["held"])
             sys.stdout.write(f"{outcome.plan}: {outcome.seconds:.1f} s, {said}\n")
             sys.stdout.flush()
     return outcomes
