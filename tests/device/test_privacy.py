@@ -89,7 +89,8 @@ def learned(task: Plain, model: Model, name: str = "task-1") -> np.ndarray[Any, 
     work = Work(7, name, 0, 5, 3, None, SGD, lambda: False)
     Learner(lambda: task, 1, "cpu").train(Start(0, model.digest(), model), work, into, "delta")
     delta = into.parameters.astype(np.float64)
-    return delta * min(1.0, POLICY.clip / np.linalg.norm(delta)) * 2.0**POLICY.scale_bits
+    clipped: np.ndarray[Any, Any] = delta * min(1.0, POLICY.clip / float(np.linalg.norm(delta)))
+    return clipped * 2.0**POLICY.scale_bits
 
 
 def opened(data: bytes, sealed: SealedUpdate, secret: EpochSecret) -> np.ndarray[Any, Any]:
