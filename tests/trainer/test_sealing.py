@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fedstream.broker import blobs
 from fedstream.core.errors import ConfigError
@@ -19,6 +21,7 @@ from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochSecret, SealedUpdate
 from fedstream.private.settings import PrivateSettings
 from fedstream.trainer.settings import TrainerSettings
+from fedstream.trainer.solvers import Trained, Work
 from fedstream.trainer.task import initial
 from fedstream.trainer.vector import layout_of
 from tests.coordinator.gateway.places import evaluates
@@ -238,6 +241,28 @@ async def test_local_values_need_a_folder_as_redis_is_read_by_others(
     assert isinstance(upload, Upload)
     assert upload.size == 16
     assert await hand.client.call("KEYS", hand.keys.workspace("pool", "*")) == []
+
+
+async def test_update_that_is_not_finite_is_given_up(
+    hand: Hand, make: Make, private: PrivateSettings
+) -> None:
+    """Masked, it would spoil the sum of all others, and nobody could see which one did."""
+    task = Diverging()
+    await created(hand)
+    async with running(make(task=task, private=private), context()):
+        await hand.open(device=3)
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    assert answer.reason == "raised FloatingPointError"
+
+
+class Diverging(Adds):
+    """Its first parameter ends at infinity."""
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        with torch.no_grad():
+            model.get_parameter("weight")[0] = torch.inf
+        return super().train(model, data, work)
 
 
 @pytest.mark.parametrize(
