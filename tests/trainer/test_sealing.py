@@ -38,6 +38,7 @@ from tests.private.enrolled import (
 from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 from tests.trainer.stepping import H, Plain, Steps, stopped_midway
+from tests.trainer.test_device_evaluations import Measures
 from tests.trainer.test_local import Personal
 
 LINE = "line-of-the-run"
@@ -194,12 +195,12 @@ async def test_interrupted_training_leaves_nothing_in_redis_and_starts_over(
 async def test_devices_data_is_neither_measured_nor_quoted(
     hand: Hand, make: Make, private: PrivateSettings
 ) -> None:
-    """Device 9 raises, with a text about itself; the server asks device 3 to measure."""
+    """Device 9 raises, with a text about itself; device 1 has test data, and is asked for it."""
     await created(hand)
-    async with running(make(private=private), context()):
+    async with running(make(task=Measures(), private=private), context()):
         await hand.open(device=9)
         [answer] = await answers(hand)
-        await evaluates(hand, 3)
+        await evaluates(hand, 1)
 
         async def told() -> list[Event | Measured]:
             rows = await hand.client.call("XRANGE", hand.keys.inbox("pool"), "-", "+")
