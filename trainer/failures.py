@@ -61,11 +61,21 @@ class Failures:
     blamed for a trainer's fault: only the trainer knows that no task succeeded in between.
     """
 
-    def __init__(self, context: Context, outbox: Outbox, name: str, rests: Backoff) -> None:
+    def __init__(
+        self,
+        context: Context,
+        outbox: Outbox,
+        name: str,
+        rests: Backoff,
+        *,
+        private: bool = False,
+    ) -> None:
+        """``private``: an error's text is told to this trainer's log alone."""
         self._context = context
         self._outbox = outbox
         self._name = name
         self._rests = rests
+        self._private = private
         self._seen: set[str] = set()  # places that raised before
         self._rest_s = 0.0  # before the next task
         self._given_up = 0  # tasks in a row
@@ -140,7 +150,7 @@ class Failures:
                 device=task.device,
                 version=version,
                 reason=where,
-                text=text[-8000:],
+                text="" if self._private else text[-8000:],  # it may quote the device's data
             )
         )
 

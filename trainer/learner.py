@@ -93,6 +93,8 @@ class Learned:
     unsent: Floats | None = None  # encoding error of the parameters; None: no error feedback
     dropped: bool = False  # the previous feedback was too large to be added
     local: Model | None = None  # new values of the device's local tensors, to be kept
+    format: Format = F32  # of the update
+    sealed: bytes | None = None  # beside a masked update; see :mod:`fedstream.trainer.sealing`
 
 
 class Learner:
@@ -133,10 +135,11 @@ class Learner:
             sent, unsent, dropped = fed_back(into, memory, how)
             update = Payload(sent)
             digest = update.digest_like(start.digest)
-            return Learned(took, update, digest, unsent, dropped, local)
+            return Learned(took, update, digest, unsent, dropped, local, how)
         seed = work.seed if sends == "model" else None  # models are dithered, see core/bf16.py
         update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
-        return Learned(took, update, update.digest_like(start.digest), local=local)
+        digest = update.digest_like(start.digest)
+        return Learned(took, update, digest, local=local, format=how)
 
     def measure(
         self, model: Model, local: Model | None, device: int

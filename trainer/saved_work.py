@@ -52,16 +52,22 @@ class SavedWork:
         ledger: TrainerLedger,
         settings: TrainerSettings,
         log: FilteringBoundLogger,
+        *,
+        private: bool = False,
     ) -> None:
+        """``private``: nothing is kept, as anybody at Redis could read it."""
         self._key = key
         self._client = client
         self._ledger = ledger
         self._settings = settings
         self._log = log
+        self._private = private
         self._exists = False  # this attempt read or saved a workspace
 
     async def read(self, layout: Layout) -> Workspace | None:
         """Read the workspace; None if there is no usable one. ``layout``: its models' layout."""
+        if self._private:
+            return None
         # Other trainers of the site may write any bytes there, so bound the read.
         most = self._settings.workspace_bytes
         data = await workspaces.read(self._client, self._key, most=most)
@@ -84,7 +90,7 @@ class SavedWork:
 
     async def save(self, workspace: Workspace | None) -> None:
         """Save a workspace, if training left one."""
-        if workspace is None:
+        if workspace is None or self._private:
             return
         data = workspace.encode()
         if len(data) > self._settings.workspace_bytes:

@@ -39,9 +39,11 @@ from fedstream.core.messages import (
     task_id,
 )
 from fedstream.core.records import Run
+from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.service import Context, Worker, repeat
 from fedstream.runtime.task_settings import LeaseSettings, Participation, ParticipationGroup
+from fedstream.trainer import local_values
 from fedstream.trainer.attempt import Attempt, AttemptContext, Newest
 from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures, OutageLimit
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import TakenTask
     from fedstream.core.formats import Format
     from fedstream.trainer.learner import Learner
+    from fedstream.trainer.sealing import Sealer
     from fedstream.trainer.task import Task
 
 
@@ -149,11 +152,13 @@ class Trainer:
         solvers: Sequence[SolverGroup] = (),
         participation: Sequence[ParticipationGroup] = (),
         wire: Format = F32,
+        private: PrivateSettings | None = None,
         rests: Backoff | None = None,
         run_devices: int | None = None,
     ) -> None:
-        """``wire``: format of updates. ``rests``: back-off after given-up tasks; None: at most five
-        seconds. ``run_devices``: the key ``task.devices``; None: the task decides.
+        """``wire``: format of updates. ``private``: None: only for runs that are not private.
+        ``rests``: back-off after given-up tasks; None: at most five seconds. ``run_devices``: the
+        key ``task.devices``; None: the task decides.
         """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
@@ -165,6 +170,7 @@ class Trainer:
         self._run_devices = run_devices
         self._participation = participation
         self._wire = wire
+        self._private = private or PrivateSettings()
         self._rests = rests or Backoff(0.01, _REST_S, rng=random.Random())
         self._client = Client(redis, name, loads_scripts=False)
         self._ledger = TrainerLedger(self._client, keys, name)
@@ -173,6 +179,7 @@ class Trainer:
         self._group = Group(self._client, stream, TRAINERS, name)
         self._outage_limit = OutageLimit(settings.redis_away_s)
         self._run: Run | None = None
+        self._sealer: Sealer | None = None  # of a private run
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The trainer serves no routes."""
@@ -192,15 +199,18 @@ class Trainer:
             await self._take_part(context, metrics, learner, thread)
 
     async def _check_same(self) -> None:
-        """Raise ConfigError if the run was purged and begun anew, with other unshared values."""
+        """Raise ConfigError if the run was purged and begun anew.
+
+        Its unshared values are others then, and so is the lineage to which updates are sealed.
+        """
         run = self._run
-        if run is None or run.layout.unshared is None:
+        if run is None or (run.layout.unshared is None and self._sealer is None):
             return
         with suppress(NoRun):
             if (await self._ledger.run()).lineage != run.lineage:
                 raise ConfigError(
-                    f"run {self._keys.name!r} was begun anew, and this trainer has the frozen or "
-                    "local parameters of the earlier run: start it again"
+                    f"run {self._keys.name!r} was begun anew, and this trainer has joined the "
+                    "earlier run: start it again"
                 )
 
     async def _take_part(
@@ -273,12 +283,36 @@ class Trainer:
                 f"strategy {run.strategy!r}, which takes models, and {self._wire.kind} is too "
                 "coarse for them: use bf16 or int8"
             )
+        self._sealer = await asyncio.to_thread(self._sealer_for, run)
         await self._group.ensure()
         learner.task.joined(run.devices)
         with self._outage_limit.requesting():
             layout = await with_unshared(self._client, self._keys, run.layout)
         self._run = replace(run, layout=layout)
         return True
+
+    def _sealer_for(self, run: Run) -> Sealer | None:
+        """The sealer of a private run; None: the run is not private. Raises ConfigError."""
+        if not run.policy and self._private.policy is None:
+            return None
+        try:
+            from fedstream.trainer.sealing import sealer_of
+        except ImportError as error:  # or a release of it without HPKE
+            raise ConfigError(
+                "a private run needs the package cryptography: pip install 'fedstream[private]'"
+            ) from error
+        if not self._wire.is_plain:
+            raise ConfigError(
+                f"wire.update = {self._wire.name!r} in a private run: masked updates have a format "
+                "of their own: leave it out"
+            )
+        if local_values.layout_of(run.layout) is not None and self._settings.local_dir is None:
+            raise ConfigError(
+                "the task keeps parameters on the devices (Task.local), and in Redis others could "
+                "read them: name a folder for them, trainer.local_dir"
+            )
+        devices = self._settings.owns or range(run.devices)
+        return sealer_of(run, self._keys.name, self._private, devices)
 
     def _workshop(
         self,
@@ -296,7 +330,14 @@ class Trainer:
 
         def saved_work(task: str) -> SavedWork:
             key = self._keys.workspace(site, task)
-            return SavedWork(key, self._client, self._ledger, self._settings, context.log)
+            return SavedWork(
+                key,
+                self._client,
+                self._ledger,
+                self._settings,
+                context.log,
+                private=self._sealer is not None,
+            )
 
         return AttemptContext(
             name=self._name,
@@ -312,7 +353,13 @@ class Trainer:
             learner=learner,
             thread=thread,
             out=Model(run.layout),
-            failures=Failures(context, self._outbox, self._name, self._rests),
+            failures=Failures(
+                context,
+                self._outbox,
+                self._name,
+                self._rests,
+                private=self._sealer is not None,
+            ),
             metrics=metrics,
             wire=self._wire,
             feedback=Feedback(
@@ -325,6 +372,7 @@ class Trainer:
                 context.log,
             ),
             local=LocalValues(self._client, self._keys, self._settings, run, context.log),
+            sealer=self._sealer,
         )
 
     def _shift(self, shared: AttemptContext) -> _Shift:

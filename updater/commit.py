@@ -25,7 +25,7 @@ from fedstream.core.formats import Format
 from fedstream.core.layout import Layout, Model, Payload, Unshared, vector_of
 from fedstream.core.messages import Version
 from fedstream.core.records import Commit, Head, ended, head_of
-from fedstream.journal import RoundClosed
+from fedstream.journal import RoundClosed, SumOpened
 from fedstream.journal.progress import Progress
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
@@ -124,6 +124,15 @@ class Commits:
                 self.context.log.warning(
                     "round dropped: too few answers", version=record.round, answers=record.dropped
                 )
+            elif isinstance(record, SumOpened):
+                self.metrics.sums.labels(record.reason or "opened").inc()
+                if record.reason:
+                    self.context.log.warning(
+                        "sum dropped",
+                        reason=record.reason,
+                        updates=record.updates,
+                        version=record.version,
+                    )
         for version in publish:
             self.metrics.version.set(version.version)
             for update in version.updates:
@@ -170,7 +179,11 @@ class Commits:
             progress, told = due[-1].change.after, due[-1].journalled
         done_with = [
             *self.retained,
-            *(Retained(one.position, one.change.entry, one.change.blob) for one in due),
+            *(
+                Retained(one.position, one.change.entry, one.change.blob)
+                for one in due
+                if one.change.entry
+            ),
         ]
         quarantines = state.quarantines
         on_disk = bisect_right(done_with, self.recorder.safe, key=lambda one: one.position)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,9 +37,9 @@ from fedstream.core.messages import (
     Upload,
     Version,
 )
-from fedstream.journal import EvaluationEnded, QuarantineSet, RoundClosed, Taken
+from fedstream.journal import EvaluationEnded, QuarantineSet, RoundClosed, SumOpened, Taken
 from fedstream.journal.norms import WINDOW, sizes
-from fedstream.journal.progress import Progress, Step, close_round, take, weight_of
+from fedstream.journal.progress import Progress, Step, close_round, open_sum, take, weight_of
 from fedstream.journal.rebuild import end_of, unfit
 from fedstream.journal.records import (
     DROPPED_ROUNDS,
@@ -54,6 +54,9 @@ from fedstream.strategies.mixing import norm
 from fedstream.updater.buffers import BufferPool
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.state import Change, Ends, RunState
+
+if TYPE_CHECKING:
+    from fedstream.updater.sums import Opening, Sums
 
 MOST_COUNTED = 1_000_000  # most minibatches that one update may add to a batch norm's counter
 LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,
@@ -80,6 +83,7 @@ class Decider:
     norm_factor: float
     max_samples: int | None  # None: bounded by other devices' claims
     weights: bool  # the journal keeps the updates' bytes
+    sums: Sums | None = None  # of a private run
     format: Format  # of published models
 
     async def change(self, entry: Entry, message: QueueMessage, state: RunState) -> Change | None:
@@ -134,6 +138,9 @@ class Decider:
 
         For the counted samples see :func:`weighable`.
         """
+        if state.strategy.masked:
+            # The helper weighs an update by the version that its device has signed.
+            upload = upload.model_copy(update={"handed": None})
         upload = weighable(upload, state.progress.norms.samples, self.max_samples)
         if state.is_over:
             return upload, reasons.RUN_FINISHED
@@ -142,7 +149,10 @@ class Decider:
         if upload.tau < state.forgotten:
             # The journal no longer shows whether the update was applied before.
             return upload, reasons.TOO_OLD
-        return upload, refusal_by_metadata(upload, state.strategy, state.progress.state)
+        refusal = refusal_by_metadata(upload, state.strategy, state.progress.state)
+        if not refusal and self.sums is not None:
+            refusal = self.sums.refusal(upload, state)
+        return upload, refusal
 
     def _mix_in(self, entry: Entry, upload: Upload, sent: Payload, state: RunState) -> Change:
         """Decode a checked update, check its content, and mix it in.
@@ -159,15 +169,18 @@ class Decider:
                     format_of(upload.format).decode(sent.buffer, update)
             except Undecodable as error:
                 return self._refuse(entry, upload, state, error.reason, used=unused)
-        with timed("check"):
-            refusal, counted = refusal_by_content(
-                upload,
-                state.strategy,
-                update,
-                state.progress,
-                max_norm=self.max_norm,
-                norm_factor=self.norm_factor,
-            )
+        refusal: str = ""
+        counted: Counted = ()
+        if not state.strategy.masked:  # else only the opened sum can be checked
+            with timed("check"):
+                refusal, counted = refusal_by_content(
+                    upload,
+                    state.strategy,
+                    update,
+                    state.progress,
+                    max_norm=self.max_norm,
+                    norm_factor=self.norm_factor,
+                )
         if refusal:
             return self._refuse(entry, upload, state, refusal, counted, unused)
         with timed("mix"):
@@ -229,6 +242,64 @@ class Decider:
         )
         after, end = state.progress.with_sizes(counted), end_of(record)
         return Change(entry.id, record, (), after, end=end, blob=upload.blob, used=used)
+
+    # the sum of a private batch
+
+    async def open_sum(self, sums: Sums, state: RunState) -> tuple[Change, int | None]:
+        """Have the batch that is due opened; also returns the device that the helper blames.
+
+        The journal must be on disk. Raises as :meth:`Sums.open`.
+        """
+        with self.metrics.timed("open"):
+            opening = await sums.open(state)
+        decided = partial(self._open_sum, sums, opening, self._apart(state))
+        return await _off_loop(state, decided), opening.blamed
+
+    def _open_sum(self, sums: Sums, opening: Opening, state: RunState) -> Change:
+        before, format_ = state.progress, sums.format
+        sent, masks = None, None
+        if opening.masks is not None:
+            sent, masks = Payload.empty(len(opening.masks)), self.spares.model(state.layout)
+            sent.buffer[:] = np.frombuffer(opening.masks, np.uint8)
+            format_of(format_).decode(sent.buffer, masks)
+        with self.metrics.timed("mix"):
+            step = open_sum(state.strategy, before, masks, opening.refused)
+        version, payload, finish = self._made(state, step)
+        record = SumOpened(
+            intent=opening.intent.digest,
+            updates=len(before.held),
+            reason=step.dropped,
+            format=format_,
+            masks=sent.digest_like(state.digest) if sent is not None else None,
+            version=step.after.state.version,
+            digest=version.digest if version else None,
+            given=version.given if version else None,
+            time=version.time if version else self.ledger.now(),
+            finished=finish or sums.exhausted(step.after, state.run.devices) or None,
+            counts=dict(state.besides),
+        )
+        used: list[Payload] = [*before.state.models()]
+        if masks is not None:
+            used.append(masks)
+        event = Event(
+            what="sum_dropped" if step.dropped else "sum_opened",
+            service="updater",
+            time=record.time,
+            version=record.version,
+            reason=step.dropped or None,
+            text=f"{record.updates} updates",
+        )
+        return Change(
+            "",
+            record,
+            (sent,) if sent is not None else (),
+            step.after,
+            version,
+            finish=record.finished,
+            given=payload,
+            used=tuple(used),
+            event=event,
+        )
 
     # control entries
 
@@ -450,7 +521,9 @@ def refusal_by_metadata(upload: Upload, rule: Strategy, state: State) -> str:
     layout = state.model.layout
     if upload.layout != layout.signature:
         return reasons.LAYOUT
-    return refusal_by_format(upload, layout)
+    if (refusal := refusal_by_format(upload, layout)) != "":
+        return refusal
+    return "" if format_of(upload.format).is_masked == rule.masked else reasons.WIRE_FORMAT
 
 
 def refusal_by_format(upload: Upload, layout: Layout) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fedstream.broker.client import Client
 from fedstream.broker.lease import Lease
@@ -18,6 +19,7 @@ from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import BLOCK_MS, Look, time_in
 from fedstream.core.errors import BadMessage, OutOfMemory
 from fedstream.core.layout import Payload
+from fedstream.core.messages import QUARANTINED, SetQuarantine
 from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
@@ -30,6 +32,10 @@ from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState
 
+if TYPE_CHECKING:
+    from fedstream.updater.sums import Sums
+
+_SPOILS = "its private updates spoil sums"
 _SILENT_S = 600.0  # without a version, before this is logged
 
 
@@ -97,6 +103,7 @@ class Loop:
     commits: Commits
     recovery: Recovery
     upkeep: Upkeep
+    sums: Sums | None = None  # of a private run
     state: RunState = field(init=False)  # set by the recovery
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
 
@@ -121,6 +128,8 @@ class Loop:
                 await self._compare()
             elif self.commits.pending:
                 await self._settle(self._look())
+            elif self.sums is not None and state.is_due:
+                await self._open_sum(self.sums)
             elif self.recorder.is_full or state.finished != state.sealed:
                 self.state = await self.recovery.begin_segment(state, "continued")
             elif backlog:
@@ -137,7 +146,7 @@ class Loop:
         """Decide on the next entries, each on top of the previous one's state."""
         state, backlog, ahead = self.state, self.intake.backlog, self.state.ahead
         most, finishing = together(state.layout), False
-        while backlog and len(self.unwritten) < most and not finishing:
+        while backlog and len(self.unwritten) < most and not finishing and not state.is_due:
             entry, message = backlog[0].entry, backlog[0].message
             if isinstance(message, BadMessage):
                 await self.ledger.bury(self.ledger.keys.queue, "", entry, str(message))
@@ -163,6 +172,29 @@ class Loop:
                 state.ends.decide(change)
                 state = after
                 finishing = change.finish is not None
+
+    async def _open_sum(self, sums: Sums) -> None:
+        """Have the sum of a private batch opened, and quarantine the devices that spoil sums.
+
+        The batch is on disk first, as the helper opens no other with these updates.
+        """
+        state, ahead = self.state, self.state.ahead
+        await self.recorder.flush()
+        await self.recorder.check_last()
+        published_digest = None
+        if ahead is not None:
+            published_digest = await self.ledger.digest(state.version + 1)
+        change, blamed = await self.decider.open_sum(sums, state)
+        if ahead is not None and not change.remakes(ahead, published_digest):
+            await self._adopt(ahead)
+            return
+        self.unwritten.append(DecidedChange(change, state, state.after(change)))
+        suspects = set(sums.suspects(self.unwritten[-1].after))
+        if blamed is not None:
+            suspects.add(blamed)
+        if suspects:
+            asked = SetQuarantine(devices=tuple(sorted(suspects)[:QUARANTINED]), why=_SPOILS)
+            await self.upkeep.client.call("XADD", self.ledger.keys.queue, "*", "m", asked.encode())
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.

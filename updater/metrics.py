@@ -33,6 +33,12 @@ class UpdaterMetrics:
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
         )
         self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
+        self.sums = Counter(
+            "fedstream_sums",
+            "Private batches whose sum was opened, or dropped for another outcome.",
+            ["outcome"],
+            registry=registry,
+        )
         self.dropped = Counter(
             "fedstream_rounds_dropped",
             "Rounds dropped at their timeout: too few answers.",

@@ -41,7 +41,13 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
-from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, UNSHARED, WIRE_FORMATS
+from fedstream.journal.records import (
+    DROPPED_ROUNDS,
+    EVALUATIONS,
+    PRIVATE_SUMS,
+    UNSHARED,
+    WIRE_FORMATS,
+)
 from fedstream.journal.writer import sync_and_drop_cache
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
@@ -370,6 +376,12 @@ class Recovery:
                 f"strategy.devices: run {self.keys.name!r} was created with {was.remembered}, not "
                 f"{now.remembered}: a mean over all devices needs a fixed number of them"
             )
+        if was.masked != now.masked or (was.masked and was.policy != now.policy):
+            raise ConfigError(
+                f"private.policy: run {self.keys.name!r} was created "
+                f"{f'under the policy {was.policy}' if was.masked else 'without one'}; use another "
+                "run.name and journal.dir for another policy"
+            )
         if was.vector_names != now.vector_names:
             raise ConfigError(
                 f"strategy.server: run {self.keys.name!r} keeps the vectors of another optimizer "
@@ -442,6 +454,7 @@ class Recovery:
             start=head.start,
             goal=head.goal or {},
             stop_metric=self.stop_metric,
+            policy=strategy.policy,
         )
 
     # the journal's segments
@@ -472,6 +485,8 @@ class Recovery:
             known.add(UNSHARED)
         if state.evaluation:
             known.add(EVALUATIONS)
+        if state.strategy.masked:
+            known |= {PRIVATE_SUMS, WIRE_FORMATS}
         head = SegmentHead(
             needs=tuple(sorted(needs | known)),
             epoch=self.recorder.epoch,

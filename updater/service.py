@@ -10,9 +10,10 @@ record is on disk.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from aiohttp import web
 from pydantic import Field
@@ -29,6 +30,7 @@ from fedstream.core.records import Run
 from fedstream.journal import JournalSettings
 from fedstream.journal.ended_tasks import EndedTasks
 from fedstream.journal.recorder import Recorder
+from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import allowing
 from fedstream.runtime.service import Context, lead, repeat
@@ -39,6 +41,9 @@ from fedstream.updater.intake import Intake
 from fedstream.updater.loop import Loop, Upkeep
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.recovery import Recovery
+
+if TYPE_CHECKING:
+    from fedstream.updater.sums import Sums
 
 
 class UpdaterSettings(Section):
@@ -76,9 +81,11 @@ class Updater:
         published_as: Format = F32,
         digests: DigestAlgorithm = "sha256",
         parts: dict[str, str] | None = None,
+        private: PrivateSettings | None = None,
     ) -> None:
         """``published_as``: the format of published versions. ``digests``: the digest algorithm of
-        models and updates, for a new run. ``parts``: digests of the user's own solvers and other
+        models and updates, for a new run. ``private``: how to reach the helper, for a strategy
+        whose updates are masked. ``parts``: digests of the user's own solvers and other
         plug-ins, for the journal's heads. ``stop_metric``: the metric that may end the run.
         """
         if not journal.weights and strategy.has_memory:
@@ -111,6 +118,13 @@ class Updater:
             keep_bytes=settings.keep_bytes,
         )
         self._intake = Intake(self._client, keys)
+        self._sums: Sums | None = None
+        if strategy.masked:
+            from fedstream.private.policy import PrivacyPolicy
+            from fedstream.updater.sums import Sums
+
+            policy = PrivacyPolicy.parsed(strategy.policy.encode(), "strategy.private.policy")
+            self._sums = Sums(policy, private or PrivateSettings(), self._client, keys)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The updater serves no routes."""
@@ -157,6 +171,7 @@ class Updater:
             max_samples=self._settings.max_samples,
             weights=self._journal.weights,
             format=self._format,
+            sums=self._sums,
         )
         commits = Commits(
             context=context,
@@ -180,15 +195,22 @@ class Updater:
             commits=commits,
             recovery=recovery,
             upkeep=upkeep,
+            sums=self._sums,
         )
 
         async def work() -> None:
             with closing(index):
-                try:
-                    for step in (loop.begin, loop.step):
-                        await repeat(context, "queue", step, within_s=120.0)
-                finally:
-                    await recorder.close()
+                async with asyncio.TaskGroup() as group:
+                    keeping: asyncio.Task[None] | None = None
+                    if self._sums is not None:
+                        keeping = group.create_task(self._sums.keep_key(context))
+                    try:
+                        for step in (loop.begin, loop.step):
+                            await repeat(context, "queue", step, within_s=120.0)
+                    finally:
+                        if keeping is not None:
+                            keeping.cancel()
+                        await recorder.close()
 
         try:
             with allowing(changed=self._journal.changed_rules):

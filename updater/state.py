@@ -35,7 +35,7 @@ _CONTROLS_REMEMBERED = 1000
 class Change:
     """The effect of one queue entry: a journal record, and the contents of a commit."""
 
-    entry: str
+    entry: str  # of the queue; '': the opening of a private sum
     record: EntryRecord | None  # None: it was recorded before, or changes nothing
     payload: tuple[Payload, ...]  # of the record
     after: Progress
@@ -109,7 +109,7 @@ class Ends:
 
     def decide(self, change: Change) -> None:
         """Add the ends in a decided change, to recognise its repetition. Raises JournalError."""
-        if change.record is not None:
+        if change.record is not None and (change.end or change.entry):
             self._decided[change.end.task if change.end else change.entry] = change
             self._make_room()  # now, as nothing may fail once the change is journalled
 
@@ -120,7 +120,7 @@ class Ends:
         if change.end is not None:
             self._done[change.end.task] = change.end
             self._decided.pop(change.end.task, None)
-        else:
+        elif change.entry:
             self._controls[change.entry] = None
             self._decided.pop(change.entry, None)
             if len(self._controls) > _CONTROLS_REMEMBERED:
@@ -183,6 +183,11 @@ class RunState:
         False while lost versions are being remade.
         """
         return self.finished and (self.ahead is None or self.version >= self.ahead.version)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a private batch is complete, so that its sum is opened before anything else."""
+        return not self.is_over and self.strategy.is_due(self.progress.state)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -80,6 +80,7 @@ RIGHTS = Rights(
         "lineage",
         "kept",
         "best",
+        "sealing",
         "models",
         "model:*",
         "device:*",
@@ -292,6 +293,8 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
                 "size": answer.size,
                 "size_limit": size_limit,
                 "unfit": unfit,
+                "format": answer.format,
+                "sealed": bool(answer.sealed),
                 "steps": answer.steps,
                 "most_steps": most_steps,
             }

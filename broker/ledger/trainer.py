@@ -43,7 +43,7 @@ TASKS = "{tasks}"  # stands for the task streams of a site
 
 # `{site}`: the trainer's site. Trainers may not load scripts, but need the commands inside them.
 RIGHTS = Rights(
-    reads=("run", "head", "model:*", "control:{site}/*", "owned:{site}/*"),
+    reads=("run", "head", "sealing", "model:*", "control:{site}/*", "owned:{site}/*"),
     commands=("get", "hgetall", "info", "multi", "exec", "discard", *blobs.READS),
     apart=(
         Rights(both=(TASKS, "update:{site}/*", "workspace:{site}/*"), commands=("evalsha",)),
@@ -95,6 +95,14 @@ class TakesTasks(MemoryUse):
         """
         taking = self._taking(group, count, block_ms)
         return await _taken(group, self._client.pipeline(taking, wait_s=block_ms / 1000))
+
+    async def epoch_key(self) -> bytes | None:
+        """In a private run, the helper's EpochKey; None until an updater has asked the helper.
+
+        Whoever may write to Redis can have replaced it: check its signature.
+        """
+        key: bytes | None = await self._client.call("GET", self.keys.sealing)
+        return key
 
     def _taking(self, group: Group, count: int, block_ms: int) -> tuple[Command, Command]:
         # Redis executes the read of the head after the blocking read of the stream.

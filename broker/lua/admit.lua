@@ -73,8 +73,8 @@ if first == a.attempt then return again() end
 if first then return astray(reasons.ANSWERED_TWICE) end
 
 if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
-local state, layout, size, max_staleness =
-  unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness'))
+local state, layout, size, max_staleness, policy =
+  unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness', 'policy'))
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
 
 local function is_too_stale(since)
@@ -105,6 +105,12 @@ staleness = a.tau <= head and head - since or nil
 if a.layout ~= layout then return refused(reasons.LAYOUT) end
 if a.size > a.size_limit then return refused(reasons.TOO_LARGE) end
 if a.unfit ~= '' then return refused(a.unfit) end
+-- In a private run, an update that is not masked is refused and deleted before anybody reads it.
+local masked = policy and policy ~= '' and 'mask' .. cjson.decode(policy).word_bits
+if masked and a.format ~= masked or not masked and string.sub(a.format, 1, 4) == 'mask' then
+  return refused(reasons.WIRE_FORMAT)
+end
+if masked and not a.sealed then return refused(reasons.SEAL) end
 local least, most = a.least or tonumber(size), a.most or tonumber(size)
 if a.size < least or a.size > most then return refused(reasons.SIZE) end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused(reasons.UNKNOWN_BASE) end

@@ -42,7 +42,6 @@ class CheckIns:
         self._settings = replica.settings
         self._sessions = replica.sessions
         self._run_cache = replica.run_cache
-        self._update = replica.update
         self._models = models
         self._tasks = tasks
         self._metrics = metrics
@@ -73,6 +72,13 @@ class CheckIns:
         if offers.model_format(head) not in said.formats:
             raise Refusal(
                 406, "format", f"the run's models are published in {offers.model_format(head)}"
+            )
+        private = self._run_cache.private
+        if private is not None and self._run_cache.update.name not in said.formats:
+            raise Refusal(
+                406,
+                "format",
+                "the run is private: start the device with its policy (fedstream device --policy)",
             )
         held = await self.task_for(device, said.wait_s, is_there, evaluates=said.evaluates)
         if held == "replaced":
@@ -145,9 +151,16 @@ class CheckIns:
             return offers.evaluation_offer(
                 task, held.attempt, run, model, now, heartbeat_s=heartbeat_s
             ).encode()
-        update = offers.format_for(said.formats, self._update)
+        update = offers.format_for(said.formats, self._run_cache.update)
         return offers.offer(
-            task, held.attempt, run, model, update, now, heartbeat_s=heartbeat_s
+            task,
+            held.attempt,
+            run,
+            model,
+            update,
+            now,
+            private=self._run_cache.private,
+            heartbeat_s=heartbeat_s,
         ).encode()
 
     def _check_run(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.gateway.device_sessions import Held
     from fedstream.core.formats import Format
     from fedstream.core.records import Head, Run
+    from fedstream.protocol.messages import OfferedPrivacy
 
 GO_ON = Advice(go_on=True)
 
@@ -39,6 +40,7 @@ def offer(
     update: Format,
     now: float,
     *,
+    private: OfferedPrivacy | None = None,
     heartbeat_s: float,
 ) -> Offer:
     """Offer a task, to be trained from the newest version.
@@ -66,6 +68,7 @@ def offer(
             layout=run.layout.signature,
             most=update.sizes(run.layout)[1],
         ),
+        private=private,
         heartbeat_s=heartbeat_s,
     )
 

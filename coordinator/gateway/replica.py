@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.errors import ConfigError, NoRun
+from fedstream.core.formats import F32, Format
 from fedstream.core.records import Head
+from fedstream.protocol.messages import OfferedPrivacy
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from fedstream.broker.streams import Group
     from fedstream.coordinator.gateway.device_sessions import DeviceSessions
     from fedstream.coordinator.gateway.settings import GatewaySettings
-    from fedstream.core.formats import Format
     from fedstream.core.messages import Evaluation
     from fedstream.core.records import Run
     from fedstream.runtime.task_settings import LeaseSettings
@@ -43,6 +44,8 @@ class RunCache:
         self._begun = self._done = 0  # started and finished reads
         self._seen = 0  # number of heads read
         self._run: Run | None = None
+        self._epoch_key: bytes | None = None  # of a private run's helper
+        self._masked: Format | None = None  # the format of updates in a private run
         self._head: Head | None = None
 
     @property
@@ -58,6 +61,34 @@ class RunCache:
         if self._head is None:
             raise self._not_begun()
         return self._head
+
+    @property
+    def update(self) -> Format:
+        """The wanted format of updates."""
+        return self._masked or self._update
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """The formats of updates that devices may send, by name."""
+        return {one.name: one for one in ((self._masked,) if self._masked else (F32, self._update))}
+
+    @property
+    def private(self) -> OfferedPrivacy | None:
+        """What an offer tells of the run's privacy; None: the run is not private.
+
+        Raises Refusal before the helper's key is known.
+        """
+        run = self.run
+        if not run.policy:
+            return None
+        if self._epoch_key is None:
+            raise Refusal(
+                503,
+                "unavailable",
+                "the key of the run's helper is not known yet",
+                retry_after_s=_WAIT_S,
+            )
+        return OfferedPrivacy.of(run.policy, run.lineage, self._epoch_key)
 
     def _not_begun(self) -> Refusal:
         text = f"run {self._ledger.keys.name!r} has not begun yet"
@@ -99,6 +130,8 @@ class RunCache:
             self._known.clear()
             self._head = None
         self._run = run
+        if run.policy:
+            self._epoch_key = await self._ledger.epoch_key()
         head = await self._ledger.head()
         # Accept an older version, as Redis may have fallen back, unless a later read saw a newer.
         if seen == self._seen:
@@ -153,6 +186,19 @@ class RunCache:
 
     def _check(self, run: Run) -> None:
         name = self._ledger.keys.name
+        self._masked = None
+        if run.policy:
+            self._masked = _masked_format(run, name)
+            if self._supernodes:
+                raise ConfigError(
+                    f"gateway.flower_app: run {name!r} is private, and supernodes do not mask "
+                    "their updates: use a gateway without gateway.flower_app"
+                )
+            if not self._update.is_plain:
+                raise ConfigError(
+                    f"wire.update = {self._update.name!r}: run {name!r} is private, and masked "
+                    "updates have a format of their own: leave it out"
+                )
         if run.layout.controls:
             raise ConfigError(
                 f"run {name!r} was made with strategy {run.strategy!r}, whose control variates a "
@@ -176,6 +222,14 @@ class RunCache:
                 f"{run.strategy!r}, which takes models, and {self._update.kind} is too coarse for "
                 "them: use bf16 or int8"
             )
+
+
+def _masked_format(run: Run, name: str) -> Format:
+    """The format of a private run's updates. Raises ConfigError."""
+    from fedstream.private.policy import PrivacyPolicy
+
+    policy = PrivacyPolicy.parsed(run.policy.encode(), f"the policy of run {name!r}")
+    return Format("mask", word_bits=policy.word_bits)
 
 
 @dataclass(frozen=True, kw_only=True)

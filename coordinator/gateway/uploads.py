@@ -41,7 +41,6 @@ from fedstream.coordinator.gateway.upload_state import (
     upload_blob,
 )
 from fedstream.core.errors import BlobMissing
-from fedstream.core.formats import F32
 from fedstream.core.messages import Assignment, Upload
 from fedstream.protocol import headers
 from fedstream.protocol.messages import ATTEMPT_ID, TASK_ID, Receipt
@@ -103,7 +102,6 @@ class Uploads:
         self._sessions = replica.sessions
         self._settings = replica.settings
         self._name = replica.name
-        self._formats = {one.name: one for one in (F32, replica.update)}
         self._receipts = Receipts(replica.ledger.fates, replica.ledger.is_open)
         self._tasks = tasks
         self._moves = moves
@@ -476,6 +474,7 @@ class Uploads:
             site=self._outbox.site,
             chunks=chunks_of(note.length),
             format=report.format,
+            sealed=report.seal,
         )
 
     # requests and responses
@@ -483,13 +482,16 @@ class Uploads:
     def _fits(self, length: int, report: UpdateReport) -> None:
         """Raise Refusal if the length or report can't be of an update of this run."""
         layout = self._run_cache.run.layout
-        wire = self._formats.get(report.format)
+        formats = self._run_cache.formats
+        wire = formats.get(report.format)
         if wire is None:
             raise Refusal(
                 422,
                 "format",
-                f"an update in {report.format}; expected {' or '.join(self._formats)}",
+                f"an update in {report.format}; expected {' or '.join(formats)}",
             )
+        if wire.is_masked and report.sealed is None:
+            raise Refusal(422, "format", "an update of a private run needs the seal of its mask")
         if report.layout != layout.signature:
             raise Refusal(422, "format", "the layout is not that of the run's model")
         least, most = wire.sizes(layout)

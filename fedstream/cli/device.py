@@ -18,6 +18,7 @@ from fedstream.terminal import doing, line
 
 if TYPE_CHECKING:
     from fedstream.device.process import DeviceOptions
+    from fedstream.private.policy import PrivacyPolicy
 
 
 def device(
@@ -64,6 +65,18 @@ def device(
             help="what to show when the device enrols, for gateways that ask for more than an "
             "invite",
         ),
+    ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="take part under this privacy policy alone, now and ever after; needs "
+            "--policy-owner",
+        ),
+    ] = None,
+    policy_owner: Annotated[
+        str | None,
+        typer.Option(metavar="HEX", help="the Ed25519 public key that signs the policy"),
     ] = None,
     folder: Annotated[
         Path | None,
@@ -112,11 +125,27 @@ def device(
         invite=invite,
         attestation=attestation_in(attestation),
         once=once,
+        policy=_policy_of(policy, policy_owner),
     )
     with Stop() as stop:
         asyncio.run(_run_until_signal(options, stop))
     if stop.name is not None:
         raise typer.Exit(INTERRUPTED)
+
+
+def _policy_of(file: Path | None, owner: str | None) -> PrivacyPolicy | None:
+    """The policy under which the device takes part. Raises ConfigError."""
+    if file is None and owner is None:
+        return None
+    if file is None or owner is None:
+        raise ConfigError("--policy and --policy-owner go together: give both or none")
+    try:
+        from fedstream.device.privacy import policy_in
+    except ImportError as error:  # or a release of it without HPKE
+        raise ConfigError(
+            "--policy needs the package cryptography: pip install 'fedstream[private]'"
+        ) from error
+    return policy_in(file, owner)
 
 
 async def _run_until_signal(options: DeviceOptions, stop: Stop) -> None:

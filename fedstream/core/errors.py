@@ -3,6 +3,7 @@
     FedstreamError
     ├── ConfigError           a key or value that is not allowed; the message names it
     │   └── TaskError         also a DataError: a task that cannot work, found before the start
+    ├── SumOutOfRange         an opened sum that honest devices' updates can't have
     ├── DataError             data that is missing or does not fit; says where it was expected
     └── BrokerError
         ├── Unavailable       Redis cannot be reached or cannot serve now     (retriable)
@@ -43,6 +44,10 @@ class FedstreamError(Exception):
 
 class ConfigError(FedstreamError):
     """A configuration key or value that is not allowed."""
+
+
+class SumOutOfRange(FedstreamError):
+    """An opened sum that no batch of honest devices has: an update or the mask was malformed."""
 
 
 class DataError(FedstreamError):

@@ -23,7 +23,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from fedstream.core.layout import Floats, Layout, Model
 
-Encoding = Literal["f32", "bf16", "int8", "int4", "topk"]
-ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
+Encoding = Literal["f32", "bf16", "int8", "int4", "topk", "mask"]
+ENCODINGS: tuple[Encoding, ...] = ("f32", "bf16", "int8", "int4", "topk")  # of whole models
 
 _NAME = re.compile(r"(f32|bf16|int8|int4|topk:(0\.[0-9]{1,9}|1))(\+zstd)?")
 _MASKED = re.compile(r"mask(16|24|32)")
@@ -51,7 +51,7 @@ _MOST = 10.0
 class Format:
     """One wire format."""
 
-    kind: Encoding | Literal["mask"] = "f32"
+    kind: Encoding = "f32"
     share: float = 1.0  # share of the parameters that ``topk`` keeps; 0 < share <= 1, nine digits
     zstd: bool = False
     word_bits: words.WordBits = 32  # of ``mask``

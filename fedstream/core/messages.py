@@ -56,6 +56,7 @@ A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
 D = TypeVar("D", bound="Message")
+E = TypeVar("E", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -486,6 +487,16 @@ def decode(data: bytes, first: type[A], second: type[B], third: type[C], /) -> A
 def decode(
     data: bytes, first: type[A], second: type[B], third: type[C], fourth: type[D], /
 ) -> A | B | C | D: ...
+@overload
+def decode(
+    data: bytes,
+    first: type[A],
+    second: type[B],
+    third: type[C],
+    fourth: type[D],
+    fifth: type[E],
+    /,
+) -> A | B | C | D | E: ...
 @overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:

@@ -7,6 +7,7 @@
     update        an update on its way to the gateway, with its error feedback
     unsent        the error feedback of the last update that arrived
     local         the values of local tensors after that update
+    policy        the digest of the privacy policy to which the device is bound
 
 Files are replaced as a whole and begin with a checksum. A file damaged by a power cut counts as
 missing, because its content can be obtained again.
@@ -35,6 +36,7 @@ from fedstream.runtime.process import read_regular
 from fedstream.trainer.workspace import Workspace
 
 _IDENTITY, _WORK, _UPDATE, _UNSENT, _LOCAL = "device.json", "work", "update", "unsent", "local"
+_POLICY = "policy"  # outlives all enrolments
 _STATE = (_WORK, _UPDATE, _UNSENT, _LOCAL)
 _CHECKSUM = 8  # bytes
 
@@ -107,9 +109,37 @@ class DeviceFolder:
 
         Also if run and number are the same as before: a recreated run has them again.
         """
+        self._forget()
+        self._write(_IDENTITY, json.dumps(asdict(who)).encode())
+
+    def pin(self, policy: str | None) -> None:
+        """Bind the device to a policy for ever; ``policy``: its digest, None for no policy.
+
+        Earlier state is deleted, such as an update that is not masked. Raises ConfigError if the
+        device is bound to another policy.
+        """
+        file = self.path / _POLICY
+        try:
+            pinned = read_regular(file).decode(errors="replace")
+        except FileNotFoundError:
+            if policy is not None:
+                self._forget()
+                self._write(_POLICY, policy.encode())
+            return
+        if policy is None:
+            raise ConfigError(
+                f"{file}: this device takes part under policy {pinned} alone: start it with "
+                "--policy and --policy-owner"
+            )
+        if policy != pinned:
+            raise ConfigError(
+                f"{file}: this device takes part under policy {pinned} alone, and --policy names "
+                f"{policy}"
+            )
+
+    def _forget(self) -> None:
         for name in _STATE:
             (self.path / name).unlink(missing_ok=True)
-        self._write(_IDENTITY, json.dumps(asdict(who)).encode())
 
     # interrupted training
 

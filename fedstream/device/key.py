@@ -27,15 +27,17 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MOST = 1 << 16  # bytes of a file
 
 
-def own_key(path: Path) -> PrivateKey:
-    """Read a key of P-256 or Ed25519 (PEM, PKCS #8); without a file, make a new one of P-256.
+def own_key(path: Path, *, ed25519: bool = False) -> PrivateKey:
+    """Read a key of P-256 or Ed25519 (PEM, PKCS #8); without a file, make a new one.
 
-    Raises ConfigError if the file is unusable, or if other users can read or write it.
+    ``ed25519``: a new one is of Ed25519, else of P-256. Raises ConfigError if the file is unusable,
+    or if other users can read or write it.
     """
     try:
         return _read(path)
     except FileNotFoundError:
-        return _make(path)
+        key = Ed25519PrivateKey.generate() if ed25519 else ec.generate_private_key(ec.SECP256R1())
+        return _make(path, key)
     except OSError as error:
         raise ConfigError(f"--key {path}: cannot be read: {error.strerror}") from error
 
@@ -69,9 +71,8 @@ def _read(path: Path) -> PrivateKey:
     raise ConfigError(f"--key {path}: the private key must be of P-256 or Ed25519")
 
 
-def _make(path: Path) -> PrivateKey:
+def _make(path: Path, key: PrivateKey) -> PrivateKey:
     """Write a new key atomically, for this user alone."""
-    key = ec.generate_private_key(ec.SECP256R1())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -24,6 +24,9 @@ from fedstream.protocol.signatures import pem_of
 from fedstream.trainer.devices import DeviceSettings
 
 if TYPE_CHECKING:
+    from fedstream.core.layout import Layout
+    from fedstream.device.privacy import PrivateTasks
+    from fedstream.private.policy import PrivacyPolicy
     from fedstream.protocol.signatures import PrivateKey
     from fedstream.trainer.data import Processor
     from fedstream.trainer.learner import Learner
@@ -68,6 +71,7 @@ class DeviceOptions:
     invite: str | None = None  # None: it has enrolled before
     attestation: Attestation | None = None  # shown with the invite
     once: bool = False  # end after one answered task
+    policy: PrivacyPolicy | None = None  # under which alone it takes part; None: in any run
     save_s: float = 30.0  # between two saves of training's state
 
 
@@ -80,20 +84,27 @@ async def run_device(
     line about an event, ``show``: with a short status. Raises FedstreamError.
     """
     connection = Connection(options.address, say)
-    key, folder = own_key(options.key), DeviceFolder(options.folder)
+    policy, folder = options.policy, DeviceFolder(options.folder)
+    key = own_key(options.key, ed25519=policy is not None)
     # One thread, as the learner must always be used by the same one.
     thread = ThreadPoolExecutor(1, "training")
     try:
         with folder.occupied():
+            folder.pin(None if policy is None else policy.digest)
             show("loading the task")
             learner = await asyncio.get_running_loop().run_in_executor(thread, _loaded, options)
+            private = _private(policy, key, learner.layout)
             async with connection:
                 gateway = await _enrolled(connection, key, folder, options, say)
+                training = LocalTraining(
+                    learner, options.solvers, thread, folder, private, save_s=options.save_s
+                )
                 worker = DeviceWorker(
                     gateway,
                     folder,
-                    LocalTraining(learner, options.solvers, thread, folder, save_s=options.save_s),
+                    training,
                     learner.layout,
+                    private,
                     run_devices=options.run_devices or learner.task.run_devices,
                     devices=options.devices,
                     say=say,
@@ -105,6 +116,15 @@ async def run_device(
         say(str(over))
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _private(policy: PrivacyPolicy | None, key: PrivateKey, layout: Layout) -> PrivateTasks | None:
+    """The device's tasks under its policy; None: without a policy. Raises ConfigError."""
+    if policy is None:
+        return None
+    from fedstream.device.privacy import PrivateTasks
+
+    return PrivateTasks(policy, key, layout)
 
 
 def _loaded(options: DeviceOptions) -> Learner:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Layout
     from fedstream.core.messages import Sum
     from fedstream.device.folder import DeviceFolder
+    from fedstream.device.privacy import PrivateTasks
     from fedstream.protocol.messages import Offer
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.solvers import Solvers
@@ -69,6 +70,7 @@ class LocalTraining:
         solvers: Solvers,
         thread: Executor,
         folder: DeviceFolder,
+        private: PrivateTasks | None = None,
         *,
         save_s: float,
     ) -> None:
@@ -77,6 +79,7 @@ class LocalTraining:
         self._solvers = solvers
         self._thread = thread
         self._folder = folder
+        self._private = private
         self._save_s = save_s
         self._saves = True  # the task's training can be interrupted and resumed
         self._into = Model(learner.layout)
@@ -146,6 +149,8 @@ class LocalTraining:
                 self._folder.drop_work()
                 return None, 0.0
             else:
+                if self._private is not None:
+                    learned = self._private.sealed(offer, learned, self._into, start)
                 return learned, learned.trained.lr or work.solver.lr
 
     async def _saved(self, workspace: Workspace | None) -> None:

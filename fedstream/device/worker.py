@@ -7,6 +7,7 @@ device gives its task up.
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import random
 import re
@@ -45,6 +46,7 @@ from fedstream.trainer.workspace import Start
 if TYPE_CHECKING:
     from fedstream.core.layout import Floats, Layout
     from fedstream.device.gateway import OwnGateway
+    from fedstream.device.privacy import PrivateTasks
     from fedstream.protocol.messages import Receipt
     from fedstream.trainer.learner import Learned
 
@@ -69,6 +71,7 @@ class DeviceWorker:
         folder: DeviceFolder,
         training: LocalTraining,
         layout: Layout,
+        private: PrivateTasks | None = None,
         *,
         run_devices: int | None,
         devices: DeviceSettings,
@@ -76,8 +79,9 @@ class DeviceWorker:
         show: Callable[[str], None],
         once: bool = False,
     ) -> None:
-        """``layout``: of the task's model. ``run_devices``: number of devices that its data is
-        split over; None: unknown. ``devices``: simulated latency and drop-outs.
+        """``layout``: of the task's model. ``private``: the device's policy; None: it has none.
+        ``run_devices``: number of devices that its data is split over; None: unknown. ``devices``:
+        simulated latency and drop-outs.
 
         ``say``: called with a line about an event, ``show``: with a short status. ``once``: stop
         after one answered task.
@@ -86,6 +90,7 @@ class DeviceWorker:
         self._folder = folder
         self._training = training
         self._layout = layout
+        self._private = private
         self._run_devices = run_devices
         self._devices = devices
         self._say = say
@@ -132,17 +137,18 @@ class DeviceWorker:
 
     async def _offered(self) -> Offer | EvaluationOffer:
         """Check in until there is a task; log a long wait once."""
-        began, has_said = time.monotonic(), False
+        began, has_said, private = time.monotonic(), False, self._private
+        formats = FORMATS if private is None else (*FORMATS, private.format)
         while True:
             self._show("waiting for a task")
             asks = CheckIn(
                 nonce=new_nonce(),
                 wait_s=_CHECK_IN_S,
-                formats=FORMATS,
+                formats=formats,
                 has=self._models.has,
                 layout=self._layout.signature,
                 devices=self._run_devices,
-                evaluates=True,
+                evaluates=private is None,  # metrics tell of this device's data
             )
             found = await self._gateway.check_in(asks)
             if isinstance(found, float):
@@ -154,13 +160,21 @@ class DeviceWorker:
                         "run's operator whether a coordinator serves the gateway (fedstream doctor)"
                     )
                 await self._gateway.connection.pause(found)
-            elif found.task.device == self._gateway.device:
-                return found
-            else:
+            elif found.task.device != self._gateway.device:
                 raise FedstreamError(
                     f"the gateway offers a task of device {found.task.device} to device "
                     f"{self._gateway.device}: it must not learn from another device's data"
                 )
+            elif isinstance(found, EvaluationOffer):
+                return found
+            elif private is not None:
+                return private.accepted(found)
+            elif found.private is not None:
+                raise FedstreamError(
+                    "the run is private: start this device with --policy and --policy-owner"
+                )
+            else:
+                return found
 
     async def _perform(self, offer: Offer | EvaluationOffer) -> bool:
         """Perform one task; return whether it was answered by an update."""
@@ -234,6 +248,8 @@ class DeviceWorker:
     async def _metrics(self, offer: EvaluationOffer) -> MetricsReport | str:
         """The metrics on the device's test data, or the reason why there are none."""
         began = time.monotonic()
+        if self._private is not None:
+            return reasons.NO_TEST_DATA
         try:
             layout = await self._whole(offer)
             model = await self._models.model(offer.model, layout)
@@ -288,18 +304,20 @@ class DeviceWorker:
             return None
         await self._device_time(simulated.latency_s - (time.monotonic() - began), halt)
         trained, self._raised_in_a_row = learned.trained, 0
-        loss = trained.loss
+        loss, sealed = trained.loss, learned.sealed
         report = UpdateReport(
             digest=learned.digest,
             samples=trained.samples,
             steps=trained.steps,
             lr=lr,
             loss=loss if loss is not None and math.isfinite(loss) else None,
-            seconds=time.monotonic() - began,
+            # Otherwise the time tells of the data's size.
+            seconds=time.monotonic() - began if sealed is None else 0.0,
             tau=start.version,
             base=start.digest,
             layout=self._layout.signature,
-            format=offer.update.format,
+            format=learned.format.name,
+            sealed=None if sealed is None else base64.b64encode(sealed).decode(),
         )
         return FinishedUpdate(
             task.id,
@@ -456,7 +474,9 @@ def _outcome(update: FinishedUpdate, receipt: Receipt | None) -> str:
     report = update.report
     why = f" ({receipt.reason})" if receipt.reason else ""
     loss = "" if report.loss is None else f", loss {report.loss:.4g}"
+    trained = f"{receipt.state}{why}: trained from version {report.tau}"
+    if report.sealed is not None:
+        return f"{trained}, masked and sealed, {update.data.nbytes} bytes"
     return (
-        f"{receipt.state}{why}: trained from version {report.tau}, {report.steps} steps{loss}, "
-        f"{update.data.nbytes} bytes, {report.seconds:.1f} s"
+        f"{trained}, {report.steps} steps{loss}, {update.data.nbytes} bytes, {report.seconds:.1f} s"
     )

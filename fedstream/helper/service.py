@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from aiohttp import web
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from numpy.typing import NDArray
 from prometheus_client import Counter, Histogram
 
@@ -28,7 +26,13 @@ from fedstream.helper.opening import REFUSALS, NotOpened, check_intent, noise_ep
 from fedstream.helper.store import HelperStore, StoreFailed
 from fedstream.private import noise
 from fedstream.private.masks import packed, sum_of_masks
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, public_key, read_signed
+from fedstream.private.policy import (
+    KeyRoster,
+    PrivacyPolicy,
+    private_key,
+    public_key,
+    read_signed,
+)
 from fedstream.private.sealing import EpochKey, EpochSecret, Intent
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
@@ -261,12 +265,7 @@ def _content(settings: HelperSettings, key: str) -> bytes:
 
 
 def _private_key(pem: bytes, at: str, policy: PrivacyPolicy) -> Ed25519PrivateKey:
-    try:
-        key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{at}: not an Ed25519 private key in PEM without a password")
+    key = private_key(pem, at)
     if key.public_key().public_bytes_raw().hex() != policy.helper:
         raise ConfigError(f"{at}: not the key that the policy names as the helper's")
     return key

@@ -29,6 +29,7 @@ from fedstream.journal import (
     RoundClosed,
     Segment,
     Standing,
+    SumOpened,
     Taken,
     cuts,
     entries,
@@ -282,8 +283,11 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
     }
 
 
-def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded) -> dict[str, str]:
-    """Cells of a control entry."""
+def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded | SumOpened) -> dict[str, str]:
+    """Cells of a record that is of no update."""
+    if isinstance(entry, SumOpened):
+        outcome = "sum dropped" if entry.reason else "sum opened"
+        return {"outcome": outcome, "reason": entry.reason or f"of {entry.updates} updates"}
     if isinstance(entry, EvaluationEnded):
         found = entry.outcomes.get(MEASURED, 0)
         what = f"version {entry.measured} by {found} of {entry.devices} devices"

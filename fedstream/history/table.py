@@ -28,6 +28,7 @@ from fedstream.journal import (
     JournalError,
     RoundClosed,
     Segment,
+    SumOpened,
     Taken,
     cuts,
     entries,
@@ -423,6 +424,8 @@ def _together(
             if isinstance(entry, RoundClosed):
                 dropped = group.numbers.get(("dropped",), np.full(len(places), entry.dropped))
                 dropping += places[dropped > 0].tolist()
+            if isinstance(entry, SumOpened) and entry.digest is None:
+                dropping += places.tolist()
             if entry.finished:
                 over = max(over, (int(places[-1]), entry.finished), key=lambda one: one[0])
         rows["segment"], rows["offset"] = 0, batch.offsets
@@ -472,7 +475,7 @@ def _one_by_one(
         for offset, entry in _entries(segment, cut):
             if isinstance(entry, Taken):
                 updates.append(_update(entry, reasons, offset))
-            elif isinstance(entry, RoundClosed) and entry.dropped:
+            elif _drops(entry):
                 drops.append(len(updates))
             if entry.digest is not None:
                 version, end = whole(entry.version), len(updates)
@@ -482,6 +485,13 @@ def _one_by_one(
         damage = str(error)
     rows = np.concatenate([begun, np.array(made, MADE)])
     return SegmentRows(rows, np.array(updates, UPDATE), finished, damage, tuple(drops))
+
+
+def _drops(entry: EntryRecord) -> bool:
+    """Whether a record drops the buffered updates."""
+    if isinstance(entry, SumOpened):
+        return entry.digest is None
+    return isinstance(entry, RoundClosed) and entry.dropped > 0
 
 
 def _entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[int, EntryRecord]]:

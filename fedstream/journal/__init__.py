@@ -72,6 +72,7 @@ from fedstream.journal.records import (
     RoundClosed,
     SegmentHead,
     Standing,
+    SumOpened,
     Taken,
     name_of,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "SegmentEnd",
     "SegmentHead",
     "Standing",
+    "SumOpened",
     "Taken",
     "Tear",
     "Writer",

@@ -37,7 +37,7 @@ class Move:
     record: Record
     message: Standing | EntryRecord
     before: Model | None  # that the update was mixed into; None: unknown without weights
-    update: Model | None
+    update: Model | None  # None also if it is masked
     after: Model | None  # of the message's version
     reweighed: bool = False  # this machine computes a minimally different weight
 
@@ -73,7 +73,7 @@ def moves(
         yield Move(segment.standing_record, segment.standing, None, None, model)
     for record, entry in entries(segment, cut, after):
         before, update = model, None
-        if record.payload_bytes and isinstance(entry, Taken):
+        if record.payload_bytes:
             update = update_of(segment, record, room)
         if not models or (update is None and is_used(entry)):
             model = None
@@ -84,7 +84,8 @@ def moves(
             model = step.after.state.model
         read(record.end - end)
         end = record.end
-        yield Move(record, entry, before, update, model, rebuild.reweighed > reweighed)
+        shown = None if rebuild.strategy.masked else update
+        yield Move(record, entry, before, shown, model, rebuild.reweighed > reweighed)
 
 
 def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:

@@ -7,13 +7,13 @@ gives the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.core.errors import ConfigError, FedstreamError, SumOutOfRange
 from fedstream.core.layout import Model
 from fedstream.core.messages import Contribution, Upload
 from fedstream.journal.norms import Norms
@@ -24,22 +24,35 @@ from fedstream.strategies.mixing import norm
 
 _BUILT_IN = frozenset(RULES.built_in.values())
 _STALENESS_MEMORY = 0.9  # decay of the moving average that the scheduler uses
+OUT_OF_RANGE = "sum out of range"  # why a private batch was dropped
+
+
+@dataclass(frozen=True, slots=True)
+class PrivacyAccount:
+    """What the opened sums of a private run have told of a device."""
+
+    squares: int = 0  # of its weights, added up
+    sums: int = 0  # that were opened with an update of it
+    burnt: int = 0  # the last batches with an update of it that were dropped, in a row
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Version, model and memory; the updates held in the memory; recent staleness and sizes."""
+    """Version, model and memory; the updates held in the memory; recent staleness and sizes.
+
+    Of a private run also the sealed updates that are held, and the devices' privacy accounts.
+    """
 
     state: State
     held: tuple[Contribution, ...] = ()
     mean_staleness: float = 0.0
     norms: Norms = field(default_factory=Norms)
+    sealed: tuple[bytes, ...] = ()
+    accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
-        if not counted:
-            return self
-        return Progress(self.state, self.held, self.mean_staleness, self.norms.grown(counted))
+        return replace(self, norms=self.norms.grown(counted)) if counted else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class Step:
     after: Progress
     decision: Decision | None = None  # None: the entry was not an update
     made: tuple[Contribution, ...] | None = None  # the updates in the version that it made
+    dropped: str = ""  # why a private batch was dropped
 
 
 def take(
@@ -96,9 +110,12 @@ def take(
     )
     held, norms = (*before.held, contribution), before.norms.with_samples(upload.samples)
     mean = mean_after(before.mean_staleness, decision.staleness)
+    after = replace(before, state=state, held=held, mean_staleness=mean, norms=norms)
+    if upload.sealed is not None:
+        after = replace(after, sealed=(*before.sealed, upload.sealed))
     if state.version == before.state.version:
-        return Step(Progress(state, held, mean, norms), decision)
-    return Step(Progress(state, (), mean, norms), decision, held)
+        return Step(after, decision)
+    return Step(replace(after, held=()), decision, held)
 
 
 def mean_after(mean: float, staleness: int) -> float:
@@ -115,7 +132,7 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
         return Step(before)  # the round was full before
     if drops:
         state = strategy.drop_round(before.state)
-        return Step(Progress(state, (), before.mean_staleness, before.norms))
+        return Step(replace(before, state=state, held=(), sealed=()))
     with _asking(strategy, "end_round"):
         state = strategy.end_round(before.state)
         wrong = state.version not in (version, version + 1)
@@ -125,9 +142,33 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
             f"it must make {version + 1}, or none"
         )
     if state.version == version:
-        return Step(before)
+        return Step(replace(before, state=state))
     _check_finite(strategy, state.model)
-    return Step(Progress(state, (), before.mean_staleness, before.norms), made=before.held)
+    return Step(replace(before, state=state, held=()), made=before.held)
+
+
+def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
+    """Make the version of a private batch that is due, or drop the batch.
+
+    ``masks``: of the helper, as 32-bit words in place of the parameters; None: it opened nothing.
+    ``refused``: why, in that case.
+    """
+    state, why = before.state, refused
+    if masks is not None:
+        try:
+            state = strategy.open(before.state, masks)
+        except SumOutOfRange:
+            why = OUT_OF_RANGE
+    if why:
+        state = strategy.drop_round(before.state)
+    accounts = dict(before.accounts)
+    for one in before.held:
+        was, weight = accounts.get(one.device, PrivacyAccount()), int(one.weight)
+        if masks is not None:
+            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
+        accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
+    after = replace(before, state=state, held=(), sealed=(), accounts=accounts)
+    return Step(after, made=None if why else before.held, dropped=why)
 
 
 def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:

@@ -26,7 +26,7 @@ from fedstream.journal.errors import (
     UpdateAltered,
 )
 from fedstream.journal.norms import Norms
-from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.progress import PrivacyAccount, Progress, Step, close_round, open_sum, take
 from fedstream.journal.records import (
     EntryRecord,
     EvaluationEnded,
@@ -34,6 +34,7 @@ from fedstream.journal.records import (
     RoundClosed,
     SegmentHead,
     Standing,
+    SumOpened,
     Taken,
     is_used,
 )
@@ -117,6 +118,12 @@ def standing_of(
             "mean_staleness": progress.mean_staleness,
             "sizes": progress.norms.last,
             "samples": progress.norms.samples,
+            "sealed": progress.sealed,
+            "closed": memory.closed,
+            "accounts": tuple(
+                (device, one.squares, one.sums, one.burnt)
+                for device, one in sorted(progress.accounts.items())
+            ),
             **more,
         }
     )
@@ -159,9 +166,15 @@ class Rebuild:
                 "model does not match its digest"
             )
         vectors = device_vectors(segment, strategy)
-        state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
-        norms = Norms(said.sizes, said.samples)
-        self.progress = Progress(state, said.held, said.mean_staleness, norms)
+        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed)
+        self.progress = Progress(
+            State(said.version, model, kept),
+            said.held,
+            said.mean_staleness,
+            Norms(said.sizes, said.samples),
+            said.sealed,
+            {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
+        )
         self.strategy = strategy
         self.format = format_in(segment)
         self.digest = said.digest  # of the newest version
@@ -186,13 +199,13 @@ class Rebuild:
         self._free += [model for model in models if id(model) not in in_use]
 
     def follow(self, record: Record, update: Model | None) -> Step:
-        """Follow one record. ``update``: payload of a used update, which is freed.
+        """Follow one record. ``update``: its payload, if the model needs it, which is freed.
 
         Raises Diverged unless outcome and digest are the recorded ones, and the recorded weight is
         the rule's, up to its last bits.
         """
         step = self.take(record, update)
-        if is_used(record.message) and update is not None:
+        if update is not None:
             self.free(update)
         self.check(record, step)
         return step
@@ -203,7 +216,10 @@ class Rebuild:
         if isinstance(message, Taken):
             before = before.with_sizes(message.sizes)
         used: tuple[Model, ...] = (before.state.model,)
-        if isinstance(message, RoundClosed) and not message.late:
+        if isinstance(message, SumOpened):
+            used = tuple(before.state.models())
+            step = self._opened(record, message, update)
+        elif isinstance(message, RoundClosed) and not message.late:
             used = tuple(before.state.models())
             step = close_round(self.strategy, before, message.round, drops=message.dropped > 0)
         elif is_used(message):
@@ -224,6 +240,13 @@ class Rebuild:
         self.free(*used)
         return step
 
+    def _opened(self, record: Record, message: SumOpened, masks: Model | None) -> Step:
+        """Open a private batch's sum as the record says. Raises JournalDamaged if none is due."""
+        before, opens = self.progress, message.masks is not None
+        if not self.strategy.is_due(before.state) or opens != (masks is not None):
+            raise JournalDamaged(f"{record.place.where}: a sum was opened that was not due")
+        return open_sum(self.strategy, before, masks, message.reason)
+
     def _check_fits(self, record: Record, upload: Upload) -> None:
         """Raise JournalDamaged for a used update that an updater would have refused."""
         state, rule = self.progress.state, self.strategy
@@ -234,6 +257,8 @@ class Rebuild:
             why = "its layout differs"
         elif upload.sends != rule.sends:
             why = reasons.sends(upload.sends)
+        elif format_of(upload.format).is_masked != rule.masked:
+            why = reasons.WIRE_FORMAT
         if why:
             raise JournalDamaged(
                 f"{record.place.where}: an update was used that should not have been: {why}"
@@ -432,7 +457,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             if is_used(message):
                 found.norms = found.norms.with_samples(message.upload.samples)
             found.journalled = counted(found.journalled, end)
-        else:
+        elif message.entry:
             found.rounds.append(message.entry)
         if isinstance(message, QuarantineSet):
             found.quarantines = quarantines_after(found.quarantines, message)
@@ -457,10 +482,10 @@ def _ends(segment: Segment) -> Iterator[End]:
 def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
     """Follow a record; False if its payload never reached the disk, so the tail is torn."""
     update: Model | None = None
-    if is_used(record.message):
-        if not record.payload_bytes:
-            found.progress = None
-            return True
+    if is_used(record.message) and not record.payload_bytes:
+        found.progress = None
+        return True
+    if record.payload_bytes:
         try:
             update = update_of(segment, record, rebuild.spare())
         except UpdateAltered as error:

@@ -26,6 +26,7 @@ from fedstream.journal.records import (
     EvaluationEnded,
     QuarantineSet,
     RoundClosed,
+    SumOpened,
     Taken,
 )
 
@@ -130,7 +131,7 @@ def _group(
 
 def _decoded(message: bytes) -> EntryRecord:
     try:
-        return decode(message, Taken, RoundClosed, QuarantineSet, EvaluationEnded)
+        return decode(message, Taken, RoundClosed, QuarantineSet, EvaluationEnded, SumOpened)
     except BadMessage as error:
         raise JournalDamaged(str(error)) from error
 

@@ -25,8 +25,11 @@ WIRE_FORMATS = "wire formats"  # needed to read a segment that may have encoded 
 DROPPED_ROUNDS = "dropped rounds"  # needed to read a segment that may have any
 UNSHARED = "unshared tensors"  # needed to read a segment whose layout has any
 EVALUATIONS = "evaluations on devices"  # needed to read a segment that may have any
+PRIVATE_SUMS = "private sums"  # needed to read a segment of a private run
 # The needs that this release can meet.
-KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS, UNSHARED, EVALUATIONS})
+KNOWN = frozenset(
+    {VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS, UNSHARED, EVALUATIONS, PRIVATE_SUMS}
+)
 
 _YEAR_9999 = 253_402_300_799.0
 
@@ -109,6 +112,11 @@ class Standing(Message):
     quarantines: Count = 0  # control entries that changed a quarantine, up to here
     quarantined: tuple[Quarantine, ...] = ()
     evaluation: str = ""  # the newest evaluation on the devices that has a record
+    # Of a private run: the sealed updates of `held`, whether their batch is closed, and for each
+    # device the numbers of its `PrivacyAccount`.
+    sealed: tuple[bytes, ...] = ()
+    closed: bool = False
+    accounts: tuple[tuple[Count, Count, Count, Count], ...] = ()
 
 
 class DeviceVector(Message):
@@ -195,8 +203,34 @@ class EvaluationEnded(Message):
     counts: Counts = Field(default_factory=dict)
 
 
-# Of an entry of the queue.
-EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet | EvaluationEnded
+class SumOpened(Message):
+    """The sum of a private batch, as the helper opened or refused it. Payload: the helper's masks.
+
+    The batch is that of the buffered updates before this record. It makes a version, or is dropped.
+    """
+
+    kind: ClassVar[str] = "sum_opened"
+    entry: ClassVar[str] = ""  # of no entry of the queue
+    intent: Chain  # identifies the batch to the helper
+    updates: Count  # in the batch
+    reason: str = ""  # why the batch was dropped
+    format: Name  # of the masks
+    masks: Name | None = None  # their digest; None: the helper opened nothing
+    version: Count  # after it
+    digest: Name | None = None  # of the version, if this made one
+    given: Name | None = None  # digest of the published model, if encoded
+    time: Time
+    finished: str | None = None  # why this ended the run, if it did
+    counts: Counts = Field(default_factory=dict)
+
+    @property
+    def received(self) -> float:
+        """The time of the record: the sum waited in no queue."""
+        return self.time
+
+
+# Of an entry of the queue, or of the batch that entries completed.
+EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet | EvaluationEnded | SumOpened
 KINDS: tuple[type[Message], ...] = (
     SegmentHead,
     Standing,
@@ -205,6 +239,7 @@ KINDS: tuple[type[Message], ...] = (
     RoundClosed,
     QuarantineSet,
     EvaluationEnded,
+    SumOpened,
 )
 
 

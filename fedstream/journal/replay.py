@@ -38,6 +38,7 @@ from fedstream.journal.records import (
     EvaluationEnded,
     QuarantineSet,
     RoundClosed,
+    SumOpened,
     Taken,
     is_used,
 )
@@ -53,6 +54,7 @@ _CONTROLS: dict[type, str] = {
     RoundClosed: "the end of a round",
     QuarantineSet: "a change of a quarantine",
     EvaluationEnded: "the end of an evaluation on the devices",
+    SumOpened: "the opening of a private sum",
 }
 _LONG = 1 << 20  # bytes of an update that is worth checking in a thread
 _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
@@ -192,7 +194,10 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
-                    held = held and not (isinstance(message, RoundClosed) and message.dropped)
+                    dropped = (isinstance(message, RoundClosed) and message.dropped) or (
+                        isinstance(message, SumOpened) and message.digest is None
+                    )
+                    held = held and not dropped
                     if not held or not isinstance(message, EntryRecord):
                         continue
                     if message.digest is not None:
@@ -215,6 +220,11 @@ class Replayer:
     def _check_devices(self) -> None:
         """Raise JournalError for a left-out device that never took part."""
         missing = set(self._without)
+        if missing and rule_of(self._chain[-1][0]).masked:
+            raise NotRecorded(
+                f"{self.folder}: the updates of this private run are masked, and only their sums "
+                "were opened: no device can be left out of a sum"
+            )
         for segment, cut in self._chain if missing else ():
             for record in segment.records(cut):
                 if is_used(record.message):
@@ -387,6 +397,14 @@ class Replayer:
             return was
         rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
         other = rule.build(devices)
+        if was.masked != other.masked:
+            raise NotRecorded(
+                f"{self.folder}: the updates of this private run are masked, and only their sums "
+                f"were opened: {rule.name} would need each update alone; choose fedbuff, fedavg "
+                "or afa-cd, with any server_lr or server"
+                if was.masked
+                else f"{self.folder}: this run's updates are not masked, so it has no sums to open"
+            )
         if other.controls and not was.controls:
             raise NotRecorded(
                 f"{self.folder}: {rule.name} also takes control variates, which this "

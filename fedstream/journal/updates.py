@@ -1,4 +1,4 @@
-"""The updates in a journal: their received bytes, and the models that these encode."""
+"""The payloads in a journal: updates as received, sums of masks, and what these encode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fedstream.core.errors import Undecodable
 from fedstream.core.formats import Format, format_of
 from fedstream.core.layout import Layout, Model, Payload
 from fedstream.journal.errors import JournalDamaged, JournalError, UpdateAltered
-from fedstream.journal.records import Taken
+from fedstream.journal.records import SumOpened, Taken
 from fedstream.journal.segment import Record, Segment
 
 
@@ -34,6 +34,11 @@ def check_digest(record: Record, sent: Payload, layout: Layout) -> None:
         raise UpdateAltered(
             f"{record.place.where}: the update does not match its digest "
             f"(device {message.upload.device}, version {message.version})"
+        )
+    if isinstance(message, SumOpened) and not sent.is_of(message.masks or ""):
+        raise UpdateAltered(
+            f"{record.place.where}: the sum of masks does not match its digest "
+            f"(version {message.version})"
         )
 
 
@@ -67,16 +72,17 @@ def update_of(segment: Segment, record: Record, into: Model) -> Model:
 def _format_of(record: Record, layout: Layout) -> Format:
     """The format of a record's update. Raises JournalError if its size does not fit."""
     message, size = record.entry, record.payload_bytes
-    if not isinstance(message, Taken):
+    if not isinstance(message, Taken | SumOpened):
         raise JournalDamaged(f"{record.place.where}: a payload of {size} bytes, which none has")
     try:
-        how = format_of(message.upload.format)
+        how = format_of(message.upload.format if isinstance(message, Taken) else message.format)
     except Undecodable as error:
         raise JournalError(
             f"{record.place.where}: {error}: read it with the release that wrote it"
         ) from error
     least, most = how.sizes(layout)
-    if not least <= size <= most or (least != most and size != message.upload.size):
+    fits = least <= size <= most
+    if not fits or (isinstance(message, Taken) and least != most and size != message.upload.size):
         raise JournalDamaged(
             f"{record.place.where}: a payload of {size} bytes, which does not fit the layout"
         )

@@ -13,9 +13,9 @@ import numpy as np
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Message, Sends
-from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.progress import Progress, Step, close_round, open_sum, take
 from fedstream.journal.rebuild import recorded, unfit
-from fedstream.journal.records import RoundClosed, Taken, is_used
+from fedstream.journal.records import RoundClosed, SumOpened, Taken, is_used
 from fedstream.journal.segment import Record
 from fedstream.strategies import Strategy
 
@@ -68,7 +68,10 @@ class WhatIf:
             tau = max(0, before.state.version - message.staleness)
             upload = message.upload.model_copy(update={"tau": tau, "handed": None})
             step = take(self._rule, before, upload, sent, spare)
-        if self._ends_round(message) and step.made is None:
+        if isinstance(message, SumOpened):
+            used += before.state.models()
+            step = open_sum(self._rule, before, update, message.reason)
+        elif self._ends_round(message) and step.made is None:
             used += step.after.state.models()
             closed = close_round(
                 self._rule, step.after, step.after.state.version, drops=_is_dropped(message)

@@ -18,17 +18,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PrivateKey,
     Ed25519PublicKey,
 )
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pydantic import Field, ValidationError, model_validator
 
 from fedstream.core.errors import ConfigError
+from fedstream.private import KemName
 from fedstream.private.correlation import MOST_BANDS, Correlation, correlation
 from fedstream.private.noise import LARGEST_SIGMA
-from fedstream.private.settings import KemName
 from fedstream.runtime.config import Section, check
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes: a SHA-256 or a public key
@@ -178,6 +179,17 @@ def _object_in(text: bytes, at: str) -> Mapping[str, object]:
 def public_key(text: str) -> Ed25519PublicKey:
     """An Ed25519 public key from its 64 hexadecimal digits."""
     return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
+
+
+def private_key(pem: bytes, at: str) -> Ed25519PrivateKey:
+    """Read an Ed25519 private key (PEM). ``at``: its place, for errors. Raises ConfigError."""
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{at}: not an Ed25519 private key in PEM without a password")
+    return key
 
 
 def signed(policy: PrivacyPolicy, owner: Ed25519PrivateKey) -> bytes:

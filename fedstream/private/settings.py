@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.words import WordBits
+from fedstream.private import KemName
 from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.process import read_regular
 
 if TYPE_CHECKING:
     from fedstream.private.policy import PrivacyPolicy
-
-KemName = Literal["x25519", "mlkem768-x25519"]
 
 
 class PolicyTerms(Section):
@@ -70,3 +70,18 @@ class PrivateSettings(Section):
         except OSError as error:
             raise ConfigError(f"{at}: {error.strerror}") from error
         return read_signed(data, public_key(self.owner), at)
+
+
+def client_context(settings: PrivateSettings) -> ssl.SSLContext:
+    """The TLS context for requests to the helper. Raises ConfigError for an unusable file."""
+    try:
+        context = ssl.create_default_context(cafile=settings.ca)
+        if settings.tls_cert is not None:
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise ConfigError(
+            f"private.ca = {settings.ca!r}, private.tls_cert = {settings.tls_cert!r}, "
+            f"private.tls_key = {settings.tls_key!r}: not readable as certificates in PEM and a "
+            f"key without a password: {error}"
+        ) from error
+    return context

@@ -31,7 +31,7 @@ AGE: Final = "max-age"  # seconds for which an upload is kept
 
 INTEROP_VERSION: Final = "8"  # of the draft from -09 on
 
-REPORT_CHARS: Final = 2000  # of the header Update-Report
+REPORT_CHARS: Final = 6000  # of the header Update-Report
 
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,14}")  # a structured integer has at most 15 digits
 _LIMIT = re.compile(r"([a-z*][a-z0-9_.*-]*)=(0|[1-9][0-9]{0,14})")

@@ -9,6 +9,7 @@ with new routes.
 from __future__ import annotations
 
 import base64
+import hashlib
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -53,6 +54,11 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UrlPath = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._~/-]{1,400}$")]  # a path on the gateway
 Text = Annotated[str, Field(max_length=1000)]
+# A message of fedstream.private.sealing, at most 4,096 bytes, in base64.
+Sealing = Annotated[
+    str,
+    Field(pattern=r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$", max_length=5464),
+]
 
 
 class BadBody(FedstreamError):
@@ -186,6 +192,28 @@ class ExpectedUpdate(Body):
     most: AtLeastOne  # bytes
 
 
+class OfferedPrivacy(Body):
+    """The privacy of the run: a device answers with a masked and sealed update (docs/privacy.md).
+
+    A device checks all of it against its own copy of the policy.
+    """
+
+    policy: Sha256  # digest of the policy
+    run: Annotated[str, Field(min_length=1, max_length=200)]  # the run's lineage
+    key: Sealing  # a fedstream.private.sealing.EpochKey, to which the device seals
+
+    @classmethod
+    def of(cls, policy: str, run: str, key: bytes) -> OfferedPrivacy:
+        """``policy``: its text. ``key``: the EpochKey's bytes."""
+        digest = hashlib.sha256(policy.encode()).hexdigest()
+        return cls(policy=digest, run=run, key=base64.b64encode(key).decode())
+
+    @property
+    def epoch_key(self) -> bytes:
+        """The EpochKey's bytes."""
+        return base64.b64decode(self.key)
+
+
 class Offer(Body):
     """A task for a device, and the id of the device's attempt."""
 
@@ -196,6 +224,7 @@ class Offer(Body):
     # same in all offers of a run, so that a device downloads them once. None: there are none.
     unshared: OfferedModel | None = None
     update: ExpectedUpdate
+    private: OfferedPrivacy | None = None  # None: the run is not private
     heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
 
 
@@ -283,6 +312,12 @@ class UpdateReport(Body):
     base: Digest  # digest of x_tau
     layout: Sha256  # signature of the layout
     format: FormatName = "f32"
+    sealed: Sealing | None = None  # a fedstream.private.sealing.SealedUpdate
+
+    @property
+    def seal(self) -> bytes | None:
+        """The SealedUpdate's bytes; None: the update is not private."""
+        return None if self.sealed is None else base64.b64decode(self.sealed)
 
 
 class Receipt(Body):

@@ -22,6 +22,7 @@ from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.settings import CoordinatorSettings, PageSettings
 from fedstream.helper.settings import HelperSettings
 from fedstream.journal import JournalSettings
+from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.config import Option, Section, load
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
@@ -32,6 +33,7 @@ from fedstream.runtime.task_settings import (
     WireSettings,
 )
 from fedstream.runtime.tracing import TracingSettings
+from fedstream.settings.private_runs import private_rule, refusal
 from fedstream.settings.simulation import (
     NoStaleness,
     SimulatedStaleness,
@@ -86,6 +88,7 @@ class Settings(Section):
     coordinator: CoordinatorSettings = CoordinatorSettings()
     gateway: GatewaySettings = GatewaySettings()
     helper: HelperSettings = HelperSettings()
+    private: PrivateSettings = PrivateSettings()
     lease: LeaseSettings = LeaseSettings()
     updater: UpdaterSettings = UpdaterSettings()
     journal: JournalSettings = JournalSettings()
@@ -150,6 +153,8 @@ class Settings(Section):
                 "out"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
+        if self.private.policy is not None and (why := refusal(self)):
+            raise ValueError(why)
         return self
 
     def _check_solvers(self) -> None:
@@ -207,10 +212,14 @@ class Settings(Section):
 
     @property
     def rule(self) -> Strategy:
-        """The strategy for this run; in rounds, it drops late updates."""
-        if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
-            return self.strategy.model_copy(update={"max_staleness": 0})
-        return self.strategy
+        """The strategy for this run; in rounds, it drops late updates.
+
+        Of a private run, it reads the policy. Raises ConfigError.
+        """
+        rule = self.strategy
+        if isinstance(self.policy, Rounds) and rule.max_staleness is None:
+            rule = rule.model_copy(update={"max_staleness": 0})
+        return private_rule(self, rule)
 
     @property
     def staleness(self) -> SimulatedStaleness:
@@ -248,6 +257,7 @@ class Settings(Section):
             "redis": redis,
             "gateway": gateway,
             "helper": _absolute(self.helper, *files),
+            "private": _absolute(self.private, "policy", "keys", "ca", "tls_cert", "tls_key"),
             "http": _absolute(self.http, "token_file", "certificates"),
         }
         return self.model_copy(update=made)

@@ -307,7 +307,7 @@ def _trained(
         solver=solver,
         cancelled=lambda: cancelled() or time.monotonic() > until,
     )
-    rule = settings.rule.build()
+    rule = settings.strategy.build()
     try:
         return _on_few(lambda rows: _step(task, rows, place, work, rule), few, data)
     except Cancelled:

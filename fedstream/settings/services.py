@@ -12,6 +12,7 @@ from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import MakePage
 from fedstream.core.errors import ConfigError
+from fedstream.core.formats import format_of
 from fedstream.core.records import Run
 from fedstream.flower import apps
 from fedstream.runtime.plugins import runs_program
@@ -40,7 +41,7 @@ from fedstream.updater.service import Updater
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedstream.core.layout import Model
+    from fedstream.core.layout import Layout, Model
     from fedstream.runtime.http import HttpSettings
     from fedstream.trainer.task import Task, TaskSettings
 
@@ -131,8 +132,11 @@ def described(settings: Settings, module: nn.Module) -> str:
             ("local", layout.unshared.of_devices),
         ):
             parts += f", {some.floats:,} {name}" if some.tensors else ""
-    sent = layout.with_controls() if settings.rule.build().controls else layout
-    return f"{parts}; an update has {settings.wire.of_updates.sizes(sent)[1]:,} bytes"
+    sent = layout.with_controls() if settings.strategy.controls else layout
+    form = settings.wire.of_updates
+    if (policy := settings.private.read()) is not None:
+        form = format_of(f"mask{policy.word_bits}")
+    return f"{parts}; an update has {form.sizes(sent)[1]:,} bytes"
 
 
 def _check_steps(settings: Settings, task: Task) -> None:
@@ -169,6 +173,14 @@ def check_used(settings: Settings) -> None:
         )
 
 
+def check_private(settings: Settings, layout: Layout) -> None:
+    """Raise ConfigError if a private run's policy does not fit the model; others always fit."""
+    if (policy := settings.private.read()) is not None:
+        from fedstream.strategies.private_sums import check_layout
+
+        check_layout(layout, policy)
+
+
 def create_run(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record and version 0. Raises ConfigError, DataError.
 
@@ -179,6 +191,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
     try_model(settings, task)
     rule = settings.rule.build()
     model, start = first_model(task, settings.run.seed, settings.run.start, controls=rule.controls)
+    check_private(settings, model.layout)
     run = Run(
         layout=model.layout,
         strategy=settings.strategy.name,
@@ -193,6 +206,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         start=start,
         goal=declared_goals(task),
         stop_metric=settings.run.stop_metric,
+        policy=rule.policy,
     )
     return run, model
 
@@ -201,6 +215,7 @@ def _coordinator(
     settings: Settings, keys: Keys, name: str, page: MakePage | None = None
 ) -> tuple[Service, float]:
     policy, solvers = settings.policy, Solvers(settings.solver, settings.solvers)
+    by_steps = settings.strategy.by_steps and settings.private.policy is None
     service = Coordinator(
         settings.coordinator,
         settings.lease,
@@ -208,7 +223,7 @@ def _coordinator(
         redis=settings.redis,
         name=name,
         anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
-        lr_of=(lambda device, tau: solvers[device].at(tau).lr) if settings.rule.by_steps else None,
+        lr_of=(lambda device, tau: solvers[device].at(tau).lr) if by_steps else None,
         tokens=tokens_of(settings.http, settings.page.operator_token),
         page=page,
     )
@@ -248,6 +263,7 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         parts=part_sources(settings),
         published_as=settings.wire.of_models,
         digests=settings.wire.digest,
+        private=settings.private,
     )
     return service, settings.updater.drain_s
 
@@ -272,6 +288,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         solvers=settings.solvers,
         participation=settings.participation,
         wire=settings.wire.of_updates,
+        private=settings.private,
         run_devices=settings.task.devices,
     )
     return service, settings.trainer.drain_s

@@ -278,6 +278,11 @@ class _Simulation:
         self._on_error = on_error
         self._raised: set[str] = set()  # the places that raised before
         self._devices = devices_of(settings, task)
+        if settings.private.policy is not None:
+            raise ConfigError(
+                "private.policy: a simulation has no devices and no helper between which to share "
+                "updates: leave it out, or train with `fedstream run --private`"
+            )
         on_devices = settings.evaluator.on_devices
         measured = settings.simulation.evaluate_every or (on_devices and on_devices.every)
         if settings.run.stop and not measured:

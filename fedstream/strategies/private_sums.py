@@ -21,7 +21,7 @@ from pydantic import Field, model_serializer
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Sends
-from fedstream.core.words import Words
+from fedstream.core.words import MaskWords
 from fedstream.private import masks
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.runtime.config import Section
@@ -72,9 +72,9 @@ class PrivateSums(Strategy):
         return self.rule.model_dump(mode="json") | {"private": self.terms.model_dump(mode="json")}
 
     @property
-    def policy(self) -> PrivacyPolicy:
-        """The policy that the run keeps to."""
-        return self.terms.policy
+    def policy(self) -> str:
+        """The text of the policy that the run keeps to."""
+        return self.terms.policy.text.decode()
 
     @property
     def batch(self) -> int:
@@ -93,7 +93,7 @@ class PrivateSums(Strategy):
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The policy's weight for the staleness."""
-        return float(self.policy.weights[version - tau])
+        return float(self.terms.policy.weights[version - tau])
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Add a masked update to the sum; no version comes of it before the sum is opened."""
@@ -127,7 +127,7 @@ class PrivateSums(Strategy):
 
         Raises SumOutOfRange if the sum can't be that of honest devices' updates.
         """
-        memory, policy = state.memory, self.policy
+        memory, policy = state.memory, self.terms.policy
         total = Batch.total(state)
         found = masks.unmasked(words_of(total), words_of(opened), policy)
         masks.check_range(found, int(memory.weight), policy)
@@ -141,7 +141,7 @@ class PrivateSums(Strategy):
         return State(state.version + 1, total)
 
 
-def words_of(model: Model) -> Words:
+def words_of(model: Model) -> MaskWords:
     """The words in place of a model's parameters (a view)."""
     return model.parameters.view(np.uint32)
 

@@ -154,6 +154,11 @@ class Strategy(NamedSettings):
         """The factor by which a single delta moves the model; 1 for models."""
         return 1.0
 
+    @property
+    def policy(self) -> str:
+        """The text of the policy to which a rule with masked updates keeps."""
+        return ""
+
     def build(self, devices: int = 0) -> Self:
         """The rule for a run with ``devices`` devices; by default, this rule."""
         return self

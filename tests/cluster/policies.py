@@ -32,7 +32,9 @@ _AGAIN_S = 1.0  # after the API server was not reached
 Flow: TypeAlias = tuple[str, str, str, int]  # sender, receiver, protocol, port
 
 
-_OURS = {"kubernetes.io/metadata.name": "fedstream"}
+_NAME = "kubernetes.io/metadata.name"
+_OURS = {_NAME: "fedstream"}
+HELPERS = "fedstream-helper"  # the other trust domain's namespace
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,19 @@ class Place:
     namespace: dict[str, str] = field(default_factory=lambda: _OURS)
     address: str | None = None
 
+    def has(self, policy: Manifest) -> bool:
+        """Whether a policy is of this place's namespace."""
+        return self.namespace.get(_NAME) == policy["metadata"]["namespace"]
+
+
+def component(name: str) -> dict[str, str]:
+    """The labels of a service's pods."""
+    return {"app.kubernetes.io/name": "fedstream", "app.kubernetes.io/component": name}
+
 
 # Those that the documented table names, and some that it must not let in.
 OUTSIDE = [
-    Place(name, labels, {"kubernetes.io/metadata.name": namespace})
+    Place(name, labels, {_NAME: namespace})
     for name, namespace, labels in (
         ("the cluster's DNS", "kube-system", {"k8s-app": "kube-dns"}),
         ("Prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"}),
@@ -59,7 +70,8 @@ OUTSIDE = [
             {"app.kubernetes.io/name": "opentelemetry-collector"},
         ),
         ("MLflow", "mlflow", {"app.kubernetes.io/name": "mlflow"}),
-        ("a stranger", "default", {"app.kubernetes.io/name": "fedstream"}),
+        ("the helper", HELPERS, component("helper")),
+        ("a stranger", "default", component("updater")),
         ("a neighbour of KEDA", "keda", {}),
     )
 ] + [
@@ -69,9 +81,9 @@ OUTSIDE = [
 
 
 def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
-    """The connections between places, by their keys, that policies of the namespace let through.
+    """The connections between places, by their keys, that the policies let through.
 
-    Raises ValueError for a rule without ports, or with ports that have names or ranges.
+    Those alone of which an end is in a namespace that has policies. Raises ValueError for a rule without ports, or with ports that have names or ranges.
     """
     ports = set()
     for policy in policies:
@@ -84,7 +96,7 @@ def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
     return {
         (sender, receiver, protocol, port)
         for sender, receiver in permutations(places, 2)
-        if _OURS in (places[sender].namespace, places[receiver].namespace)
+        if any(places[end].has(policy) for end in (sender, receiver) for policy in policies)
         for protocol, port in ports
         if passes(policies, places[sender], places[receiver], port, protocol)
     }
@@ -101,29 +113,31 @@ def passes(
 def _lets(
     policies: list[Manifest], at: Place, peer: Place, direction: str, port: int, protocol: str
 ) -> bool:
-    if at.namespace != _OURS:
-        return True  # not ours to say
     mine = [
-        policy["spec"]
+        policy
         for policy in policies
-        if selected(policy["spec"]["podSelector"], at.labels)
+        if at.has(policy)
+        and selected(policy["spec"]["podSelector"], at.labels)
         and direction.title() in policy["spec"]["policyTypes"]
     ]
+    key = "from" if direction == "ingress" else "to"
     return not mine or any(
-        _opens(rule, peer, "from" if direction == "ingress" else "to", port, protocol)
-        for spec in mine
-        for rule in spec.get(direction, ())
+        _opens(rule, policy, peer, key, port, protocol)
+        for policy in mine
+        for rule in policy["spec"].get(direction, ())
     )
 
 
-def _opens(rule: Manifest, peer: Place, key: str, port: int, protocol: str) -> bool:
+def _opens(
+    rule: Manifest, policy: Manifest, peer: Place, key: str, port: int, protocol: str
+) -> bool:
     ports = rule.get("ports")
     if ports is not None and {"protocol": protocol, "port": port} not in ports:
         return False
-    return key not in rule or any(_is(one, peer) for one in rule[key])
+    return key not in rule or any(_is(one, policy, peer) for one in rule[key])
 
 
-def _is(selector: Manifest, peer: Place) -> bool:
+def _is(selector: Manifest, policy: Manifest, peer: Place) -> bool:
     if "ipBlock" in selector:
         block = selector["ipBlock"]
         return peer.address is not None and ip_address(peer.address) in ip_network(block["cidr"])
@@ -132,7 +146,7 @@ def _is(selector: Manifest, peer: Place) -> bool:
     if "namespaceSelector" in selector:
         there = selected(selector["namespaceSelector"], peer.namespace)
     else:
-        there = peer.namespace == _OURS
+        there = peer.has(policy)
     return there and selected(selector.get("podSelector", {}), peer.labels)
 
 
@@ -146,7 +160,7 @@ def places(objects: Iterable[Manifest], dns: Sequence[str], namespace: str) -> d
         for one in objects
         if one["kind"] == "Namespace"
     } | {namespace: _OURS}
-    system = {"kubernetes.io/metadata.name": "kube-system"}
+    system = {_NAME: "kube-system"}
     found = {address: Place("DNS", {"k8s-app": "kube-dns"}, system) for address in dns}
     for one in objects:
         about, address = one["metadata"], one.get("status", {}).get("podIP")
@@ -166,14 +180,15 @@ def _is_over(pod: Manifest) -> bool:
 
 def rules(objects: list[Manifest], dns: Sequence[str], namespace: str) -> str:
     """The input of ``nft --file``; what is dropped is put into the set `dropped`, which stays."""
+    known = {namespace: _OURS[_NAME], HELPERS: HELPERS}
     policies = [
-        one
+        {**one, "metadata": {**one["metadata"], "namespace": known[one["metadata"]["namespace"]]}}
         for one in objects
-        if one["kind"] == "NetworkPolicy" and one["metadata"]["namespace"] == namespace
+        if one["kind"] == "NetworkPolicy" and one["metadata"]["namespace"] in known
     ]
     there = places(objects, dns, namespace)
     elements = {
-        "ours": sorted(at for at, one in there.items() if one.namespace == _OURS),
+        "ours": sorted(at for at, one in there.items() if any(map(one.has, policies))),
         "allowed": sorted(
             f"{sender} . {receiver} . {protocol.lower()} . {port}"
             for sender, receiver, protocol, port in flows(policies, there)

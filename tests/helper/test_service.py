@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import trustme
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from pydantic import SecretStr, ValidationError
 
@@ -32,31 +32,13 @@ from fedstream.helper.store import HelperStore, StoreFailed
 from fedstream.private.masks import add_masked, unmasked, unpacked
 from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochKey, Intent, SealedUpdate, seal
-from fedstream.runtime.http import HttpSettings, application
-from fedstream.runtime.service import Context
+from fedstream.runtime.http import HttpSettings
+from tests.helper.served import serving
 from tests.private.enrolled import DEVICES, OWNER, ROSTER, files, hex_of, key_of, pem_of, policy_of
 from tests.support import context, counted, wait_until
 
 Http = TestClient[web.Request, web.Application]
 Serving = Callable[..., AbstractAsyncContextManager[Http]]
-
-
-@asynccontextmanager
-async def serving(
-    folder: Path, http: HttpSettings | None = None, its: Context | None = None, **changes: Any
-) -> AsyncIterator[Http]:
-    its = its or context()
-    service = HelperService(HelperSettings(**files(folder) | changes), http or HttpSettings())
-    running = asyncio.create_task(service.run(its))
-    client: Http = TestClient(TestServer(application(service.routes(), its.stop.is_set)))
-    await client.start_server()
-    try:
-        await wait_until(lambda: service._worker is not None)
-        yield client
-    finally:
-        await client.close()
-        its.stop.set()
-        await running
 
 
 def answers(key: EpochKey, policy: PrivacyPolicy, count: int) -> list[tuple[bytes, SealedUpdate]]:

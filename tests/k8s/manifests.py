@@ -82,6 +82,9 @@ def texts(one: Manifest) -> dict[str, str]:
     return dict(one.get("data") or {})
 
 
+# A component beside k8s/components: it comes after those that bring pods, which it changes too.
+PRIVATE = "private"
+
 # Components that others refuse to be without.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "ingress": ("redis-tls",),
@@ -98,7 +101,7 @@ APART = [
     {"device-owners", "keda"},
     {"device-owners", "gpu"},
 ]
-ADDITIONS = ("gpu", "no-data", "site", "sinks", "gateway", "backup")
+ADDITIONS = ("gpu", "no-data", "site", "sinks", "gateway", "backup", PRIVATE)
 
 
 def overlays() -> list[str]:
@@ -170,11 +173,12 @@ def _in_order(value: Any) -> Any:
 
 def renderings() -> Mapping[str, Callable[[], Manifests]]:
     """What renders each, by its name. Raises AssertionError with what kubectl said."""
-    production = "overlays/production-aof"
+    production, owners = "overlays/production-aof", ("device-owners", "site", "gateway", PRIVATE)
     return (
         {f"overlay {name}": partial(rendered, K8S / "overlays" / name) for name in overlays()}
         | {f"base with {name}": partial(on_base, *parts) for name, parts in combinations().items()}
         | {f"production with {name}": partial(_with, production, (name,)) for name in ADDITIONS}
+        | {"private with owners": partial(on_base, *owners), "helper": partial(rendered, K8S / "helper")}
     )
 
 
@@ -184,7 +188,7 @@ def on_base(*names: str) -> Manifests:
 
 
 def _with(resource: str, names: Sequence[str]) -> Manifests:
-    parts = [f"- K8S/components/{name}" for name in names]
+    parts = [f"- K8S/{name if name == PRIVATE else f'components/{name}'}" for name in names]
     lines = ["namespace: fedstream", f"resources: [K8S/{resource}]", "components:", *parts]
     return kustomized("\n".join([*lines, "- K8S/images"]))
 

@@ -186,6 +186,7 @@ def test_tags_match_the_packages_version() -> None:
     tags = {entry["name"]: entry["newTag"] for entry in table}
     assert tags["fedstream"] == __version__
     assert tags["fedstream-cuda"] == f"{__version__}-cuda"
+    assert tags["fedstream-helper"] == f"{__version__}-helper"
 
 
 def test_operators_objects_are_documented() -> None:

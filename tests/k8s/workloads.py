@@ -33,6 +33,11 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
     ("Secret", "fedstream-redis-tls"): frozenset(("tls.crt", "tls.key", "ca.crt")),
     ("Secret", "fedstream-site-a"): frozenset(("password",)),
     ("Secret", "fedstream-http"): frozenset(("token",)),
+    ("ConfigMap", "fedstream-policy"): frozenset(("policy.json", "roster.txt", "owner")),
+    ("Secret", "fedstream-updater-tls"): frozenset(("tls.crt", "tls.key", "ca.crt")),
+    ("Secret", "fedstream-device-keys"): frozenset(),  # a file for each device of the pool
+    ("Secret", "fedstream-helper"): frozenset(("helper.pem",)),
+    ("Secret", "fedstream-helper-tls"): frozenset(("tls.crt", "tls.key", "ca.crt")),
     ("ConfigMap", "fedstream-redis-ca"): frozenset(("ca.crt",)),
     ("PersistentVolumeClaim", "fedstream-data"): frozenset(),
     ("PersistentVolumeClaim", "fedstream-backup"): frozenset(),
@@ -180,6 +185,8 @@ POD: Mapping[str, str] = {
     "status.podIP": "10.1.2.3",
 }
 
+OWNER = "0" * 64  # as ConfigMap fedstream-policy may say, where the operator makes it
+
 
 def environment(
     manifests: Manifests, container: Manifest, fields: Mapping[str, str] = POD
@@ -193,6 +200,9 @@ def environment(
         match entry:
             case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
                 env[entry["name"]] = fields[path]
+            case {"valueFrom": {"configMapKeyRef": {"name": name, "key": key}}}:
+                one = manifests.find("ConfigMap", name)
+                env[entry["name"]] = texts(one)[key] if one else OWNER
             case {"value": text}:
                 filled = re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), text)
                 env[entry["name"]] = filled

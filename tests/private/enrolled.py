@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedstream.private.policy import KeyRoster, PrivacyPolicy, signed
+from fedstream.private.sealing import EpochKey, EpochSecret
 
 
 def key_of(number: int) -> Ed25519PrivateKey:
@@ -48,6 +49,12 @@ def policy_of(**changes: Any) -> PrivacyPolicy:
 def pem_of(key: Any) -> bytes:
     data: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return data
+
+
+def epoch_of(policy: PrivacyPolicy, until: int = 1 << 40) -> tuple[EpochSecret, EpochKey]:
+    """A helper's epoch: its secret, and the key to which devices seal."""
+    secret = EpochSecret.new(policy.kem)
+    return secret, secret.announced(policy, HELPER, until)
 
 
 def files(folder: Path, policy: PrivacyPolicy | None = None) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from numpy.typing import NDArray
 
-from fedstream.core.errors import FedstreamError
+from fedstream.core.errors import FedstreamError, SumOutOfRange
 from fedstream.private.masks import (
     BadWords,
-    SumOutOfRange,
     add_masked,
     check_range,
     in_model_units,

@@ -8,6 +8,7 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.core.formats import F32, Format
+from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.task_settings import LeaseSettings, ParticipationGroup
 from fedstream.trainer.devices import DeviceSettings
@@ -47,6 +48,7 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
         participation: Sequence[ParticipationGroup] = (),
         rests: Backoff | None = None,
         wire: Format = F32,
+        private: PrivateSettings | None = None,
         run_devices: int | None = None,
     ) -> Trainer:
         return Trainer(
@@ -62,6 +64,7 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
             participation=participation,
             rests=rests,
             wire=wire,
+            private=private,
             run_devices=run_devices,
         )
 

@@ -287,7 +287,7 @@ async def test_run_that_is_begun_anew_is_not_trained_with_the_earlier_ones_value
         await hand.open(device=3)
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(ends, 10)
-    said = r"was begun anew, and this trainer has the frozen or local parameters of the earlier run"
+    said = r"was begun anew, and this trainer has joined the earlier run"
     assert ended.group_contains(ConfigError, match=said)
     assert task.begun == [(3, 7.0)]
 

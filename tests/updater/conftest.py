@@ -12,7 +12,8 @@ from fedstream.broker.keys import Keys
 from fedstream.core.digest import DigestAlgorithm
 from fedstream.core.formats import format_of
 from fedstream.journal import JournalSettings
-from fedstream.strategies import FedAsyncSettings, FedAvgSettings
+from fedstream.private.settings import PrivateSettings
+from fedstream.strategies import Strategy
 from fedstream.updater.service import Updater, UpdaterSettings
 from tests.support import Hand, model_of
 from tests.updater.journalled import HALF
@@ -31,7 +32,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
     """An updater of the run, that begins with zeros; further settings are its or the journal's."""
 
     def make(
-        strategy: FedAsyncSettings | FedAvgSettings = HALF,
+        strategy: Strategy = HALF,
         *,
         name: str = "updater-0",
         redis: RedisSettings = redis,
@@ -41,11 +42,17 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         start: str = "",
         published_as: str = "f32",
         digests: DigestAlgorithm = "sha256",
+        private: PrivateSettings | None = None,
         **settings: Any,
     ) -> Updater:
         rule = strategy.build()
         run = hand.run(
-            strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness, start=start
+            strategy=strategy.name,
+            versions=versions,
+            max_staleness=rule.max_staleness,
+            start=start,
+            sends=rule.sends,
+            policy=rule.policy,
         )
         # A commit deletes its own entry from the queue, unless a test wants it otherwise.
         journal: dict[str, Any] = {"dir": str(folder), "sync": "always"}
@@ -61,6 +68,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
             versions=goal,
             published_as=format_of(published_as),
             digests=digests,
+            private=private,
         )
 
     return make

@@ -216,7 +216,7 @@ def _of_open_tasks(snapshot: Snapshot) -> Iterator[str]:
     if snapshot.oldest is not None:
         age = duration(max(0.0, snapshot.now - snapshot.oldest))
         oldest = f"; the oldest open task began {age} ago"
-    there, wanted = snapshot.tally.head.buffered, snapshot.settings.rule.batch
+    there, wanted = snapshot.tally.head.buffered, snapshot.settings.strategy.batch
     if wanted > 1 and there and isinstance(snapshot.settings.policy, Rounds):
         ends = snapshot.deadline
         until = f", for {duration(max(0.0, ends - snapshot.now))} at most" if ends else ""

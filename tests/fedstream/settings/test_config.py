@@ -48,6 +48,11 @@ PATHS = {
     "helper.tls_cert": "file",
     "helper.tls_key": "file",
     "helper.client_ca": "file",
+    "private.policy": "file",
+    "private.keys": "file",
+    "private.ca": "file",
+    "private.tls_cert": "file",
+    "private.tls_key": "file",
 }
 # ... those whose commands put them into the run's folder, or which tests of their own resolve, ...
 PLACED = {
@@ -79,6 +84,8 @@ TEXTS = {
     "gateway.site",
     "gateway.names",
     "helper.owner",
+    "private.owner",
+    "private.helper",
     "trainer.site",
     "wire.update",
     "wire.model",
@@ -113,9 +120,11 @@ def test_every_path_is_the_same_from_anywhere(
     assert set(keys_of_texts(Settings)) == known, "is it a path? then with_absolute_paths has it"
     monkeypatch.chdir(tmp_path)
     sets = ["redis.url=rediss://h", 'redis.sentinel.nodes=["h:1"]']
-    for other in ("gateway.flower", "gateway.client_ca"):  # which exclude each other
+    others = ("gateway.flower", ("gateway.client_ca", "private."))  # which exclude each other
+    for other in others:
         given = {key: value for key, value in PATHS.items() if not key.startswith(other)}
-        settings = read(None, [*sets, *(f"{key}={value}" for key, value in given.items())])
+        owner = [f"private.owner={'0' * 64}"] * ("private.policy" in given)
+        settings = read(None, [*sets, *owner, *(f"{key}={value}" for key, value in given.items())])
         found = settings.with_absolute_paths()
         assert found.with_absolute_paths() == found
         for key, value in given.items():

@@ -69,6 +69,10 @@ def _container(manifests: Manifests, workload: Workload, container: Manifest) ->
     for source in container.get("envFrom", ()):
         if held(manifests, "ConfigMap", source["configMapRef"]["name"]) is None:
             yield f"{name}: there is no ConfigMap {source['configMapRef']['name']!r}"
+    for entry in container.get("env", ()):
+        if about := entry.get("valueFrom", {}).get("configMapKeyRef"):
+            if about["key"] not in (held(manifests, "ConfigMap", about["name"]) or ()):
+                yield f"{name}: ConfigMap {about['name']!r} has no {about['key']!r}"
     for mount in container.get("volumeMounts", ()):
         if mount["name"] not in workload.volumes:
             yield f"{name}: there is no volume {mount['name']!r}"
@@ -308,11 +312,11 @@ def _names(manifests: Manifests) -> Iterator[str]:
 
 def sites(manifests: Manifests) -> Iterator[str]:
     """Each site and gateway has a user in Redis, a Secret of its own, and coordinators."""
-    coordinator = Workload(manifests.get("Deployment", "coordinator"))
     for workload in workloads(manifests):
         container = workload.containers[0]
         if container.get("args") not in (["trainer"], ["gateway"]):
             continue
+        coordinator = Workload(manifests.get("Deployment", "coordinator"))
         try:
             found = read(manifests, workload, container)
             settings = read(manifests, coordinator, coordinator.containers[0]).coordinator

@@ -16,10 +16,19 @@ from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES
 from fedstream.sinks.service import DRAIN_S
 from tests.k8s.manifests import Manifest, Manifests, texts
-from tests.k8s.workloads import Workload, environment, file_at, mount_of, secret_at, workloads
+from tests.k8s.workloads import (
+    Workload,
+    environment,
+    file_at,
+    mount_of,
+    secret_at,
+    sources,
+    workloads,
+)
 
 _CLOSE_S = 5.0  # a grace period must exceed drain_s by this: runtime/service.py
 _LEARNS = ("updater", "trainer", "evaluator")  # those that load the user's task
+_OTHERS = {"coordinator": "http", "gateway": "http", "helper": "https"}  # ports beside `health`
 
 
 def settings(manifests: Manifests) -> Iterator[str]:
@@ -66,8 +75,8 @@ def _service(
     if found.http.host != "0.0.0.0":  # noqa: S104  (a pod's own address is not known before)
         yield f"http.host = {found.http.host!r}: probes come from elsewhere"
     listens = {"health": ("http.health_port", found.http.health_port)}
-    if role in ("coordinator", "gateway"):
-        listens["http"] = ("http.port", found.http.port)
+    if role in _OTHERS:
+        listens[_OTHERS[role]] = ("http.port", found.http.port)
     for port, (key, number) in listens.items():
         if workload.ports.get(port) != number:
             yield f"{key} = {number}, the port named {port} is {workload.ports.get(port)}"
@@ -79,6 +88,28 @@ def _service(
             f"terminationGracePeriodSeconds {grace_s} is less than preStop, drain_s and 5 s to "
             f"close: {stop_s:g}"
         )
+    if env.get("FEDSTREAM_NAME") != "pod-0":
+        yield "FEDSTREAM_NAME is not the pod's name"
+    if role == "helper":
+        yield from _apart(workload, container, found, env)
+        return
+    yield from _user(workload, container, found)
+    yield from _redis(manifests, found)
+    yield from _private(workload, container, found)
+    if role in _LEARNS:
+        yield from _task(manifests, workload, container, found)
+    if role == "updater":
+        mount = mount_of(container, found.journal.dir)
+        if mount is None or mount.get("readOnly") or found.journal.dir == mount["mountPath"]:
+            yield f"journal.dir = {found.journal.dir!r} is no folder on a volume of its own"
+        elif "emptyDir" in workload.volumes[mount["name"]] and not found.journal.adopt:
+            yield "the journal goes with the pod, and journal.adopt is false: nobody would go on"
+        elif "claimTemplate" in workload.volumes[mount["name"]] and found.journal.adopt:
+            yield "journal.adopt = true with a volume that lasts: a lost journal would not be seen"
+
+
+def _user(workload: Workload, container: Manifest, found: Settings) -> Iterator[str]:
+    role = container["args"][0]
     own = role == "trainer" and found.trainer.site != POOL
     user = user_of(found.trainer.site) if own else role
     if role == "gateway":
@@ -91,19 +122,49 @@ def _service(
         _, key = secret_at(workload, container, asked.password_file or "") or ("", "")
         if key != asked.username:
             yield f"is not the Sentinels' user {asked.username!r} with that user's password"
-    if env.get("FEDSTREAM_NAME") != "pod-0":
-        yield "FEDSTREAM_NAME is not the pod's name"
-    yield from _redis(manifests, found)
-    if role in _LEARNS:
-        yield from _task(manifests, workload, container, found)
-    if role == "updater":
-        mount = mount_of(container, found.journal.dir)
-        if mount is None or mount.get("readOnly") or found.journal.dir == mount["mountPath"]:
-            yield f"journal.dir = {found.journal.dir!r} is no folder on a volume of its own"
-        elif "emptyDir" in workload.volumes[mount["name"]] and not found.journal.adopt:
-            yield "the journal goes with the pod, and journal.adopt is false: nobody would go on"
-        elif "claimTemplate" in workload.volumes[mount["name"]] and found.journal.adopt:
-            yield "journal.adopt = true with a volume that lasts: a lost journal would not be seen"
+
+
+def _apart(
+    workload: Workload, container: Manifest, found: Settings, env: Mapping[str, str]
+) -> Iterator[str]:
+    """The helper knows nothing of Redis; its files are there, and its store lasts."""
+    if names := [name for name in env if "REDIS" in name]:
+        yield f"knows of Redis: {', '.join(names)}"
+    helper = found.helper
+    store = mount_of(container, helper.store or "")
+    if store is None or "claimTemplate" not in workload.volumes[store["name"]]:
+        yield f"helper.store = {helper.store!r} is on no volume that lasts"
+    for key in ("policy", "roster", "key", "tls_cert", "tls_key", "client_ca"):
+        if not _is_mounted(workload, container, getattr(helper, key)):
+            yield f"helper.{key} = {getattr(helper, key)!r} is in no ConfigMap or Secret"
+
+
+def _private(workload: Workload, container: Manifest, found: Settings) -> Iterator[str]:
+    """The services of a private run have its policy, its updater the helper, its trainers keys."""
+    private = found.private
+    if private.policy is None:
+        return
+    needs = ["policy"]
+    match container["args"][0]:
+        case "updater":
+            needs += ["ca", "tls_cert", "tls_key"]
+            if urlsplit(private.helper or "").scheme != "https":
+                yield f"private.helper = {private.helper!r} is no address with TLS"
+        case "trainer" if mount_of(container, private.keys or "") is None:
+            yield f"private.keys = {private.keys!r} is no volume"
+    for key in needs:
+        if not _is_mounted(workload, container, getattr(private, key)):
+            yield f"private.{key} = {getattr(private, key)!r} is in no ConfigMap or Secret"
+
+
+def _is_mounted(workload: Workload, container: Manifest, path: str | None) -> bool:
+    """Whether a volume has this item of a ConfigMap or a Secret at ``path``."""
+    mount = mount_of(container, path or "")
+    return mount is not None and any(
+        f"{mount['mountPath']}/{item['path']}" == path
+        for _, about in sources(workload.volumes[mount["name"]])
+        for item in about.get("items", ())
+    )
 
 
 def _sleeps_s(container: Manifest) -> float:
@@ -167,6 +228,8 @@ def _leads_to_pod(manifests: Manifests, host: str, port: int) -> bool:
 def _scaling(manifests: Manifests) -> Iterator[str]:
     """The trainers follow the open tasks, or the open tasks follow the trainers; never both."""
     scaled = manifests.of("ScaledObject")
+    if manifests.find("Deployment", "scheduler") is None:
+        return  # the helper's
     scheduler = Workload(manifests.get("Deployment", "scheduler"))
     try:
         found = read(manifests, scheduler, scheduler.containers[0])

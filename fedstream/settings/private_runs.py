@@ -1,0 +1,83 @@
+"""Private runs: the rule that a policy makes of the strategy, and the settings that it rules out.
+
+What rules a setting out is that a server would see a single device's numbers, or that devices would
+send what a sum of masked updates can't carry (docs/privacy.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedstream.core.errors import ConfigError
+from fedstream.runtime.task_settings import FixedSteps
+from fedstream.trainer.schedules import ConstantRate
+from fedstream.trainer.solvers import Solvers
+
+if TYPE_CHECKING:
+    from fedstream.settings.config import Settings
+    from fedstream.strategies import Strategy
+
+
+def refusal(settings: Settings) -> str:
+    """Why these settings can't be those of a private run; '' if they can. Reads no file."""
+    if settings.wire.update != "f32":
+        return (
+            f"wire.update = {settings.wire.update!r} in a private run (private.policy): masked "
+            "updates have a format of their own: leave it out; solver.compression works"
+        )
+    if settings.evaluator.on_devices is not None:
+        return (
+            "evaluator.on_devices in a private run (private.policy): its answers are numbers of "
+            "single devices: leave it out; evaluator.per_device measures the evaluator's own data"
+        )
+    if not settings.journal.weights:
+        return (
+            "journal.weights = false in a private run (private.policy): a sum can only be rebuilt "
+            "from the masked updates: leave it out"
+        )
+    if settings.gateway.flower_app is not None:
+        return (
+            "gateway.flower_app in a private run (private.policy): Flower's supernodes don't mask "
+            "updates: leave it out; devices that run `fedstream device` do"
+        )
+    if settings.strategy.by_steps:
+        return _unequal_steps(settings)
+    return ""
+
+
+def _unequal_steps(settings: Settings) -> str:
+    """Why a sum of updates can't be divided by one gamma H; '' if it can."""
+    steps, usual = settings.scheduler.steps, settings.solver
+    solvers = (usual, *Solvers(usual, settings.solvers).others.values())
+    if not isinstance(steps, FixedSteps):
+        why = f"scheduler.steps.kind = {steps.kind!r} gives devices different steps: use 'fixed'"
+    elif any(group.steps not in (None, steps) for group in settings.participation):
+        why = "participation.steps gives some devices other steps: leave it out"
+    elif any(solver.lr != usual.lr for solver in solvers):
+        why = f"solvers.lr differs from solver.lr = {usual.lr:g}: give all devices one"
+    elif not all(isinstance(solver.schedule, ConstantRate) for solver in solvers):
+        why = "solver.schedule changes the learning rate: leave it out"
+    elif any(solver.lr_scheduler is not None for solver in solvers):
+        why = "solver.lr_scheduler changes the learning rate: leave it out"
+    else:
+        return ""
+    name = settings.strategy.name
+    return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
+
+
+def private_rule(settings: Settings, rule: Strategy) -> Strategy:
+    """``rule``, or its private form if the settings name a policy. Raises ConfigError."""
+    if settings.private.policy is None:
+        return rule
+    try:
+        from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+    except ImportError as error:  # or a release of it without HPKE
+        raise ConfigError(
+            "private.policy needs the package cryptography: pip install 'fedstream[private]'"
+        ) from error
+    policy = settings.private.read()
+    assert policy is not None  # noqa: S101  (there is one)
+    steps, per = settings.scheduler.steps, 1.0
+    if rule.by_steps and isinstance(steps, FixedSteps):  # else refused
+        per = settings.solver.lr * steps.n
+    return PrivateSums.of(rule, PrivateTerms(policy=policy, per=per))

@@ -1,0 +1,310 @@
+"""A private run's updater: it opens sums, journals them, and needs no helper to make them again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fedstream.broker import blobs
+from fedstream.core import reasons
+from fedstream.core.errors import ConfigError
+from fedstream.core.layout import Payload
+from fedstream.core.messages import Upload
+from fedstream.journal import SumOpened, Taken, segments
+from fedstream.journal.inspection import verify
+from fedstream.journal.progress import OUT_OF_RANGE
+from fedstream.journal.replay import Replayer
+from fedstream.private.masks import in_model_units, rounded
+from fedstream.private.policy import PrivacyPolicy
+from fedstream.private.sealing import EpochKey, seal
+from fedstream.private.settings import PrivateSettings
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
+from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+from fedstream.strategies.staleness import Polynomial
+from fedstream.strategies.strategy import Strategy
+from fedstream.updater.service import Updater
+from fedstream.updater.state import RunState
+from fedstream.updater.sums import Opening, Sums
+from tests.helper.served import Http, serving
+from tests.private.enrolled import DEVICES, policy_of
+from tests.support import Hand, context, counted, layout_of, running, wait_until
+from tests.updater.journalled import reasons as refused
+from tests.updater.journalled import records
+
+K = 3
+RULE = FedBuffSettings(buffer_size=K)
+
+
+@pytest.fixture(autouse=True)
+def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
+
+
+@pytest.fixture
+def policy(hand: Hand) -> PrivacyPolicy:
+    """Sums of at least three updates, without noise."""
+    hand.layout = layout_of(50)  # so many that a malformed update can't look like an honest one
+    return policy_of(parameters=hand.layout.parameters, sigma=0.0, max_batch=K, participations=1000)
+
+
+@pytest.fixture
+async def helper(tmp_path: Path, policy: PrivacyPolicy) -> AsyncIterator[Http]:
+    """The helper of the run, over HTTP."""
+    (tmp_path / "helper").mkdir()
+    async with serving(tmp_path / "helper", policy=policy) as http:
+        yield http
+
+
+@dataclass
+class Devices:
+    """Devices that seal what they have learnt; their plain updates are by task."""
+
+    hand: Hand
+    policy: PrivacyPolicy
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    values: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+
+    async def answers(self, device: int, *, malformed: bool = False, **changes: Any) -> Upload:
+        """A device's masked and sealed answer to a new task, admitted; ``changes``: of the seal."""
+        hand, policy = self.hand, self.policy
+        [task] = await hand.open(device=device)
+
+        async def key() -> bytes | None:
+            found: bytes | None = await hand.client.call("GET", hand.keys.sealing)
+            return found
+
+        epoch = EpochKey.decode(await wait_until(key))
+        run, head = await hand.ledger.run(), await hand.ledger.head()
+        assert head is not None
+        delta = self.rng.standard_normal(policy.parameters).astype(np.float32) / 4
+        values = rounded(delta, policy, self.rng)
+        about: dict[str, Any] = {
+            "run": run.lineage,
+            "task": task.task,
+            "attempt": "a1",
+            "device": device,
+            "tau": head.version,
+            "layout": hand.layout.signature,
+        }
+        data, sealed = seal(values, policy, epoch, DEVICES[device], **about | changes)
+        if malformed:
+            data = bytes(reversed(data))
+        self.values[task.task] = values
+        payload = Payload(np.frombuffer(data, np.uint8))
+        upload = await hand.trained(
+            task,
+            write=False,
+            digest=payload.digest(),
+            size=len(data),
+            sends="delta",
+            format="mask32",
+            samples=0,
+            steps=0,
+            sealed=sealed.encode(),
+        )
+        await blobs.write(hand.client, hand.keys.update(upload.blob), payload, expire_s=60)
+        assert await hand.admit(upload) == [("admitted", "")]
+        return upload
+
+    def mean(self, *uploads: Upload) -> NDArray[np.float32]:
+        """The plain mean of updates, in the units in which they were sent."""
+        total = sum(self.values[one.task] for one in uploads)
+        return in_model_units(np.asarray(total), K, self.policy)
+
+
+@pytest.fixture
+def devices(hand: Hand, policy: PrivacyPolicy) -> Devices:
+    return Devices(hand, policy)
+
+
+@pytest.fixture
+def private(make: Any, helper: Http, policy: PrivacyPolicy) -> Callable[..., Updater]:
+    """An updater of the private run."""
+
+    def made(rule: Strategy = RULE, **settings: Any) -> Updater:
+        url = str(helper.make_url("/"))
+        mine = PrivateSums.of(rule, PrivateTerms(policy=policy))
+        found: Updater = make(mine, private=PrivateSettings(helper=url), **settings)
+        return found
+
+    return made
+
+
+def opened(folder: Path) -> list[SumOpened]:
+    return [one for one in records(folder) if isinstance(one, SumOpened)]
+
+
+async def test_version_is_the_mean_of_masked_updates(
+    private: Callable[..., Updater], hand: Hand, devices: Devices, folder: Path
+) -> None:
+    """Two versions; the journal alone then makes them again, and no single update is in it."""
+    async with running(private(), context()):
+        await hand.join()
+        first = [await devices.answers(device) for device in range(K)]
+        await hand.reaches(1)
+        second = [await devices.answers(device) for device in range(K)]
+        await hand.reaches(2)
+        await wait_until(hand.queue_is_empty)
+    published = await hand.published()
+    model = (await hand.model(published[-1])).parameters
+    np.testing.assert_allclose(
+        model, devices.mean(*first) + devices.mean(*second), rtol=1e-5, atol=1e-7
+    )
+    assert [one.device for one in published[1].updates] == [0, 1, 2]
+    assert await refused(hand, "refused", {})
+    assert (await hand.ledger.look()).counts["buffered"] == 2 * K
+    kinds = [type(one) for one in records(folder)]
+    assert kinds == ([Taken] * K + [SumOpened]) * 2
+    chain = segments(folder)
+    assert [one.damage for one in verify(chain)] == [None]
+    with Replayer(folder) as replayer:
+        made = [moment.identical for moment in replayer if moment.message.digest]
+    assert made == [True, True]
+
+
+async def test_malformed_update_burns_its_batch_alone(
+    private: Callable[..., Updater], hand: Hand, devices: Devices, folder: Path
+) -> None:
+    its = context()
+    async with running(private(), its):
+        await hand.join()
+        for device in range(K):
+            await devices.answers(device, malformed=device == 1)
+        await wait_until(lambda: counted(its, "fedstream_sums_total", outcome=OUT_OF_RANGE) == 1)
+        good = [await devices.answers(device) for device in range(K)]
+        await hand.reaches(1)
+    [burnt, made] = opened(folder)
+    assert (burnt.reason, burnt.updates, burnt.digest) == (OUT_OF_RANGE, K, None)
+    assert (made.reason, made.version) == ("", 1)
+    model = (await hand.model((await hand.published())[-1])).parameters
+    np.testing.assert_allclose(model, devices.mean(*good), rtol=1e-5, atol=1e-7)
+    with Replayer(folder) as replayer:
+        assert [moment.step.dropped for moment in replayer][K] == OUT_OF_RANGE
+
+
+async def test_devices_of_three_burnt_batches_are_quarantined(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """A device whose every batch is lost; those that were in a good batch since are free."""
+    async with running(private(), context()):
+        await hand.join()
+        for others in ((0, 1), (2, 3), (4, 5)):
+            for device in (*others, 9):
+                await devices.answers(device, malformed=device == 9)
+
+        async def is_barred() -> bool:
+            head = await hand.ledger.head()
+            return head is not None and list(head.quarantines.by_device) == [9]
+
+        await wait_until(is_barred)
+        head = await hand.ledger.head()
+        assert head is not None
+        assert head.quarantines.by_device[9].why == "its private updates spoil sums"
+
+
+@pytest.mark.parametrize("at", ["flush", "answer"])
+async def test_updater_that_dies_around_the_opening_gets_the_same_sum(
+    private: Callable[..., Updater],
+    hand: Hand,
+    devices: Devices,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    """Killed before it asks, or with the answer in its hands: the successor asks for the same."""
+    ask, died = Sums.open, asyncio.Event()
+    first: list[Opening] = []
+
+    async def dies(self: Sums, state: RunState) -> Opening:
+        if at == "answer":
+            first.append(await ask(self, state))
+        died.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(Sums, "open", dies)
+    async with running(private(lease_s=0.5), context()):
+        await hand.join()
+        uploads = [await devices.answers(device) for device in range(K)]
+        await died.wait()
+    assert not opened(folder)
+    monkeypatch.setattr(Sums, "open", ask)
+    async with running(private(name="updater-1"), context()):
+        await hand.reaches(1)
+    [made] = opened(folder)
+    assert not first or made.intent == first[0].intent.digest
+    model = (await hand.model((await hand.published())[-1])).parameters
+    np.testing.assert_allclose(model, devices.mean(*uploads), rtol=1e-5, atol=1e-7)
+
+
+async def test_run_waits_for_its_helper(
+    private: Callable[..., Updater], hand: Hand, devices: Devices, helper: Http, folder: Path
+) -> None:
+    """Nothing is lost while the helper is away, and nothing is buffered beyond a full batch."""
+    async with running(private(), context()):
+        await hand.join()
+        await devices.answers(0)
+        service = helper.app
+        assert service is not None
+        port = helper.port
+        await helper.server.close()
+        for device in range(1, K + 2):
+            await devices.answers(device)
+        await wait_until(lambda: sum(isinstance(one, Taken) for one in records(folder)) == K)
+        assert not opened(folder)
+        assert port is not None
+
+
+async def test_seal_of_another_update_is_refused(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """The helper would not open it, and the whole batch would be lost."""
+    others = {"task": "another", "attempt": "a2", "tau": 5, "layout": "other", "run": "another"}
+    async with running(private(), context()):
+        await hand.join()
+        for name, value in others.items():
+            await devices.answers(2, **{name: value})
+        await wait_until(lambda: refused(hand, "refused", {reasons.SEAL: len(others)}))
+
+
+async def test_device_takes_part_in_a_batch_once(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    async with running(private(), context()):
+        await hand.join()
+        for device in (0, 0, 1, 2):
+            await devices.answers(device)
+        await hand.reaches(1)
+        assert await refused(hand, "refused", {reasons.IN_THE_BATCH: 1})
+
+
+async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Hand) -> None:
+    async with running(private(), context()):
+        await hand.join()
+        [task] = await hand.open()
+        upload = await hand.trained(task, sends="delta")
+        await hand.admit(upload)
+        await wait_until(lambda: refused(hand, "refused", {reasons.WIRE_FORMAT: 1}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (FedAsyncSettings(), "must see each update alone"),
+        (FedBuffSettings(buffer_size=K, staleness=Polynomial()), "strategy.staleness"),
+        (FedAvgSettings(clients_per_round=K, weighting="samples"), "samples"),
+        (FedBuffSettings(buffer_size=K + 1), "opens sums of 3 to 3"),
+    ],
+)
+def test_rules_that_need_single_updates_are_refused(
+    policy: PrivacyPolicy, rule: Strategy, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        PrivateSums.of(rule, PrivateTerms(policy=policy))

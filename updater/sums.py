@@ -1,0 +1,227 @@
+"""The updater's part in a private run: checks of sealed updates, and asking the helper for sums.
+
+A batch's intent follows from the journalled updates alone: their sealed parts in the journal's
+order, the policy's weights, and the version. So it needs no record of its own: the journal is
+synced before the helper is asked, and whichever updater asks again asks for the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from fedstream.core import reasons
+from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
+from fedstream.private.policy import PrivacyPolicy
+from fedstream.private.sealing import EpochKey, Intent, SealedUpdate
+from fedstream.private.settings import PrivateSettings, client_context
+from fedstream.runtime.backoff import pause
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
+    from fedstream.core.messages import Upload
+    from fedstream.journal.progress import Progress
+    from fedstream.runtime.service import Context
+    from fedstream.updater.state import RunState
+
+_LOOK_S = 5.0  # between two requests for the helper's key
+_EXPIRE_MS = 600_000  # of the key in Redis, which the updater renews
+_SUSPECT: Final = 3  # dropped batches in a row after which a device is quarantined
+EPOCHS: Final = "Fedstream-Epochs"  # header of the helper's key: the epochs that it can still open
+# Refusals that blame the device that the helper names, or the device of the task that it names.
+_BLAMED: Final = frozenset({"signature", "seal", "not in roster", "participation"})
+
+
+class HelperUnavailable(FedstreamError):
+    """The helper can't be reached, or can't open sums now."""
+
+    retriable = True
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The helper's answer to an intent."""
+
+    intent: Intent
+    masks: bytes | None  # packed; None: refused
+    refused: str = ""  # why
+    blamed: int | None = None  # the device whose update is the reason
+
+
+class Sums:
+    """Checks the sealed updates of a private run, and has its sums opened."""
+
+    def __init__(
+        self, policy: PrivacyPolicy, settings: PrivateSettings, client: Client, keys: Keys
+    ) -> None:
+        """Raises ConfigError for settings without a helper, or with unusable files."""
+        if settings.helper is None:
+            raise ConfigError("private.helper: name the helper's URL")
+        self._policy, self._settings = policy, settings
+        self._url = settings.helper.rstrip("/")
+        self._client, self._keys = client, keys
+        self._tls = client_context(settings)
+        self._epochs: frozenset[str] | None = None  # that the helper can open; None: unknown
+
+    @property
+    def format(self) -> str:
+        """The wire format of masked updates and of masks."""
+        return f"mask{self._policy.word_bits}"
+
+    # checks
+
+    def refusal(self, upload: Upload, state: RunState) -> str:
+        """The reason to refuse an update by its sealed part and its device; '' for none."""
+        policy, progress = self._policy, state.progress
+        if upload.format != self.format:
+            return reasons.WIRE_FORMAT
+        if (sealed := _sealed_in(upload)) is None or not _is_of(sealed, upload, state, policy):
+            return reasons.SEAL
+        if self._epochs is not None and sealed.epoch not in self._epochs:
+            return reasons.HELPER_LOST
+        if any(one.device == upload.device for one in progress.held):
+            return reasons.IN_THE_BATCH
+        account = progress.accounts.get(upload.device)
+        weight = policy.weights[state.version - upload.since]
+        if account is not None and account.squares + weight**2 > policy.allowance:
+            return reasons.PRIVACY_SPENT
+        return ""
+
+    def suspects(self, state: RunState) -> list[int]:
+        """The devices to quarantine, as their last batches were all dropped."""
+        known = state.quarantines.by_device
+        return [
+            device
+            for device, account in state.progress.accounts.items()
+            if account.burnt >= _SUSPECT and device not in known
+        ]
+
+    def exhausted(self, progress: Progress, devices: int) -> str:
+        """Why no further sum of a run with ``devices`` can be opened; '' if one can."""
+        policy = self._policy
+        least = min(policy.weights) ** 2
+        spent = sum(
+            account.squares + least > policy.allowance for account in progress.accounts.values()
+        )
+        left = devices - spent
+        if left >= policy.min_batch:
+            return ""
+        return (
+            f"the privacy budget is spent: {left} devices may still take part, a sum needs "
+            f"{policy.min_batch}"
+        )
+
+    # the helper
+
+    async def open(self, state: RunState) -> Opening:
+        """Ask the helper for the masks of the batch that is due.
+
+        Raises HelperUnavailable, and ConfigError if the helper does not know us.
+        """
+        progress = state.progress
+        intent = Intent(
+            run=state.run.lineage,
+            policy=self._policy.digest,
+            version=state.version,
+            updates=tuple(SealedUpdate.decode(one) for one in progress.sealed),
+            weights=tuple(int(one.weight) for one in progress.held),
+        )
+        status, body, about, _ = await self._ask("POST", "/v1/open", intent.encode())
+        if status == 200:
+            size = self._policy.word_bits // 8 * self._policy.parameters
+            if len(body) != size:
+                raise HelperUnavailable(
+                    f"the helper at {self._url} answered {len(body)} bytes, a sum has {size}"
+                )
+            return Opening(intent, body)
+        if status != 409:
+            raise HelperUnavailable(
+                f"the helper at {self._url} answers {status}: {about.get('error', '')}"
+            )
+        reason = str(about.get("reason", "refused"))
+        return Opening(intent, None, reason, _blamed(reason, about, intent))
+
+    async def keep_key(self, context: Context) -> None:
+        """Publish the helper's key in Redis, where devices' trainers find it, until stopped."""
+        lost = False
+        while not context.stop.is_set():
+            try:
+                await self._publish_key()
+            except FedstreamError as error:
+                if not error.retriable:
+                    raise
+                if not lost:
+                    context.log.warning("no key of the helper", reason=str(error))
+                lost = True
+            else:
+                lost = False
+            await pause(context.stop, _LOOK_S if not lost else 1.0)
+
+    async def _publish_key(self) -> None:
+        status, body, _, headers = await self._ask("GET", "/v1/key")
+        if status != 200:
+            raise HelperUnavailable(f"the helper at {self._url} answers {status}, not its key")
+        try:
+            key = EpochKey.decode(body)
+        except BadMessage as error:
+            raise ConfigError(f"private.helper = {self._url!r}: not a helper: {error}") from error
+        if key.policy != self._policy.digest:
+            raise ConfigError(
+                f"private.helper = {self._url!r} keeps to the policy {key.policy}, ours is "
+                f"{self._policy.digest}: both must have the same file"
+            )
+        if EPOCHS in headers:
+            self._epochs = frozenset(headers[EPOCHS].split(","))
+        await self._client.call("SET", self._keys.sealing, body, "PX", _EXPIRE_MS)
+
+    async def _ask(
+        self, method: str, route: str, body: bytes | None = None
+    ) -> tuple[int, bytes, dict[str, Any], dict[str, str]]:
+        """One request: status, body, the body's JSON object if it is one, and headers."""
+        settings = self._settings
+        sent = {}
+        if settings.token is not None:
+            sent["Authorization"] = f"Bearer {settings.token.get_secret_value()}"
+        limit = aiohttp.ClientTimeout(total=settings.ask_s)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as session,
+                session.request(
+                    method, self._url + route, data=body, headers=sent, ssl=self._tls
+                ) as reply,
+            ):
+                data = await reply.read()
+                about = await reply.json() if reply.content_type.endswith("json") else {}
+                headers = dict(reply.headers)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise HelperUnavailable(
+                f"the helper at {self._url} can't be asked: {error or type(error).__name__}"
+            ) from error
+        if reply.status == 401:
+            raise ConfigError(f"private.token: the helper at {self._url} refuses it")
+        return reply.status, data, about if isinstance(about, dict) else {}, headers
+
+
+def _sealed_in(upload: Upload) -> SealedUpdate | None:
+    try:
+        return SealedUpdate.decode(upload.sealed) if upload.sealed is not None else None
+    except BadMessage:
+        return None
+
+
+def _is_of(sealed: SealedUpdate, upload: Upload, state: RunState, policy: PrivacyPolicy) -> bool:
+    """Whether a sealed part says what its upload says."""
+    said = (sealed.task, sealed.attempt, sealed.device, sealed.tau, sealed.layout)
+    ours = (upload.task, upload.attempt, upload.device, upload.tau, upload.layout)
+    return (*said, sealed.run, sealed.policy) == (*ours, state.run.lineage, policy.digest)
+
+
+def _blamed(reason: str, about: dict[str, Any], intent: Intent) -> int | None:
+    if reason not in _BLAMED:
+        return None
+    devices = {one.task: one.device for one in intent.updates}
+    found = about.get("device", devices.get(str(about.get("task"))))
+    return found if isinstance(found, int) else None
