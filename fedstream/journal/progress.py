@@ -7,7 +7,7 @@ gives the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -40,7 +40,8 @@ class PrivacyAccount:
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the sealed updates that are held, and the devices' privacy accounts.
+    Of a private run also the sealed updates that are held, the devices' privacy accounts, and the
+    number of dropped batches.
     """
 
     state: State
@@ -49,6 +50,7 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+    dropped: int = 0
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
@@ -147,6 +149,23 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
     return Step(replace(before, state=state, held=()), made=before.held)
 
 
+def charged(
+    accounts: Mapping[int, PrivacyAccount],
+    batch: Iterable[tuple[int, int]],
+    *,
+    is_opened: bool,
+    is_dropped: bool,
+) -> Mapping[int, PrivacyAccount]:
+    """The accounts after a batch of (device, weight). A sum that is opened counts."""
+    found = dict(accounts)
+    for device, weight in batch:
+        was = found.get(device, PrivacyAccount())
+        if is_opened:
+            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
+        found[device] = replace(was, burnt=was.burnt + 1 if is_dropped else 0)
+    return found
+
+
 def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
     """Make the version of a private batch that is due, or drop the batch.
 
@@ -161,13 +180,16 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
             why = OUT_OF_RANGE
     if why:
         state = strategy.drop_round(before.state)
-    accounts = dict(before.accounts)
-    for one in before.held:
-        was, weight = accounts.get(one.device, PrivacyAccount()), int(one.weight)
-        if masks is not None:
-            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
-        accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
-    after = replace(before, state=state, held=(), sealed=(), accounts=accounts)
+    batch = [(one.device, int(one.weight)) for one in before.held]
+    accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
+    after = replace(
+        before,
+        state=state,
+        held=(),
+        sealed=(),
+        accounts=accounts,
+        dropped=before.dropped + bool(why),
+    )
     return Step(after, made=None if why else before.held, dropped=why)
 
 

@@ -124,6 +124,7 @@ def standing_of(
                 (device, one.squares, one.sums, one.burnt)
                 for device, one in sorted(progress.accounts.items())
             ),
+            "dropped": progress.dropped,
             **more,
         }
     )
@@ -174,6 +175,7 @@ class Rebuild:
             Norms(said.sizes, said.samples),
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
+            said.dropped,
         )
         self.strategy = strategy
         self.format = format_in(segment)

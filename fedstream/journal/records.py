@@ -112,11 +112,12 @@ class Standing(Message):
     quarantines: Count = 0  # control entries that changed a quarantine, up to here
     quarantined: tuple[Quarantine, ...] = ()
     evaluation: str = ""  # the newest evaluation on the devices that has a record
-    # Of a private run: the sealed updates of `held`, whether their batch is closed, and for each
-    # device the numbers of its `PrivacyAccount`.
+    # Of a private run: the sealed updates of `held`, whether their batch is closed, for each device
+    # the numbers of its `PrivacyAccount`, and the batches that were dropped.
     sealed: tuple[bytes, ...] = ()
     closed: bool = False
     accounts: tuple[tuple[Count, Count, Count, Count], ...] = ()
+    dropped: Count = 0
 
 
 class DeviceVector(Message):
