@@ -41,7 +41,7 @@ class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
     Of a private run also the sealed updates that are held, the devices' privacy accounts, and the
-    number of dropped batches.
+    number of dropped batches; with correlated noise, the devices of the last opened sums.
     """
 
     state: State
@@ -51,6 +51,7 @@ class Progress:
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
     dropped: int = 0
+    recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
@@ -181,6 +182,9 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
     if why:
         state = strategy.drop_round(before.state)
     batch = [(one.device, int(one.weight)) for one in before.held]
+    recent = before.recent
+    if masks is not None and strategy.sits_out:
+        recent = (*recent, tuple(device for device, _ in batch))[-strategy.sits_out :]
     accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
     after = replace(
         before,
@@ -189,6 +193,7 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         sealed=(),
         accounts=accounts,
         dropped=before.dropped + bool(why),
+        recent=recent,
     )
     return Step(after, made=None if why else before.held, dropped=why)
 

@@ -125,6 +125,7 @@ def standing_of(
                 for device, one in sorted(progress.accounts.items())
             ),
             "dropped": progress.dropped,
+            "recent": progress.recent,
             **more,
         }
     )
@@ -176,6 +177,7 @@ class Rebuild:
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
             said.dropped,
+            said.recent,
         )
         self.strategy = strategy
         self.format = format_in(segment)

@@ -113,11 +113,13 @@ class Standing(Message):
     quarantined: tuple[Quarantine, ...] = ()
     evaluation: str = ""  # the newest evaluation on the devices that has a record
     # Of a private run: the sealed updates of `held`, whether their batch is closed, for each device
-    # the numbers of its `PrivacyAccount`, and the batches that were dropped.
+    # the numbers of its `PrivacyAccount`, the batches that were dropped, and the devices that sit
+    # out after the last sums.
     sealed: tuple[bytes, ...] = ()
     closed: bool = False
     accounts: tuple[tuple[Count, Count, Count, Count], ...] = ()
     dropped: Count = 0
+    recent: tuple[tuple[Count, ...], ...] = ()
 
 
 class DeviceVector(Message):
