@@ -17,7 +17,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.mirror import Mirror
 from fedstream.core.messages import POOL, GiveUp
-from fedstream.core.records import NO_QUARANTINES, Commit, Failing
+from fedstream.core.records import NO_QUARANTINES, Commit, Failing, PrivacyLoss
 from fedstream.runtime.task_settings import FixedSteps, Participation, ParticipationGroup
 from tests.broker.test_invariant import Walk
 from tests.support import Hand, askable
@@ -233,6 +233,21 @@ async def test_no_device_rests_for_longer_because_the_clock_of_redis_went_back(
     assert 3 not in mirror.devices
     mirror.follow(tally, nothing, now + 300)
     assert 3 in mirror.devices
+
+
+async def test_device_of_a_recent_sum_is_not_asked(hand: Hand) -> None:
+    """While the noise of later sums takes back that of its own."""
+    await hand.create()
+    tally, changes = await hand.ledger.changes()
+    loss = PrivacyLoss(1, 0, 1.0, 1e-5, spent=frozenset({9}), recent=frozenset({3}))
+    assert PrivacyLoss.parsed(loss.packed()) == loss
+    mirror = Mirror(Participation(FixedSteps()))
+    mirror.follow(replace(tally, head=replace(tally.head, privacy=loss)), changes, tally.now)
+    assert 3 in mirror.devices
+    assert 3 not in mirror.idle
+    nothing = replace(changes, all_tasks=False, tasks={}, all_devices=False)
+    mirror.follow(tally, nothing, tally.now)
+    assert 3 in mirror.idle
 
 
 async def test_no_more_is_read_than_what_changed(hand: Hand, client: Client, keys: Keys) -> None:
