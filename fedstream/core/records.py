@@ -189,11 +189,12 @@ class PrivacyLoss:
     spent: frozenset[int] = frozenset()  # devices that can take part no more
 
     def packed(self) -> bytes:
-        """The form in Redis's head: a bit for each device, which scripts read too."""
-        bits = bytearray(max(self.spent, default=-8) // 8 + 1)
-        for device in self.spent:
-            bits[device // 8] |= 1 << device % 8
-        data = msgpack.packb({**self.__dict__, "spent": bytes(bits)})
+        """The form in Redis's head, in which scripts read the devices.
+
+        A bit for each device, the lowest four in the first hexadecimal digit.
+        """
+        bits = sum(1 << device for device in self.spent)
+        data = msgpack.packb({**self.__dict__, "spent": f"{bits:x}"[::-1]})
         assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
         return data
 
@@ -201,7 +202,7 @@ class PrivacyLoss:
     @lru_cache(4)  # part of every view, but changes only with a sum
     def parsed(cls, data: bytes) -> Self:
         fields = msgpack.unpackb(data)
-        bits = int.from_bytes(fields.pop("spent"), "little")
+        bits = int(fields.pop("spent")[::-1], 16)
         spent = frozenset(n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
         return cls(**fields, spent=spent)
 
