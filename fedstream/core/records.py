@@ -190,11 +190,13 @@ class PrivacyLoss:
     recent: frozenset[int] = frozenset()  # devices that sit out, as their last sums are recent
 
     def packed(self) -> bytes:
-        """The form in Redis's head: a bit for each device, which scripts read too."""
-        bits = bytearray(max(self.spent, default=-8) // 8 + 1)
-        for device in self.spent:
-            bits[device // 8] |= 1 << device % 8
-        data = msgpack.packb({**self.__dict__, "spent": bytes(bits), "recent": sorted(self.recent)})
+        """The form in Redis's head, in which scripts read the devices.
+
+        For each device a bit of ``spent``, the lowest four in the first hexadecimal digit.
+        """
+        bits = sum(1 << device for device in self.spent)
+        devices = {"spent": f"{bits:x}"[::-1], "recent": sorted(self.recent)}
+        data = msgpack.packb({**self.__dict__, **devices})
         assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
         return data
 
@@ -202,7 +204,7 @@ class PrivacyLoss:
     @lru_cache(4)  # part of every view, but changes only with a sum
     def parsed(cls, data: bytes) -> Self:
         fields = msgpack.unpackb(data)
-        bits = int.from_bytes(fields.pop("spent"), "little")
+        bits = int(fields.pop("spent")[::-1], 16)
         spent = frozenset(n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
         recent = frozenset(fields.pop("recent"))
         return cls(**fields, spent=spent, recent=recent)
