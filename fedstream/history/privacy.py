@@ -100,7 +100,7 @@ class PrivacyStatement:
             "strategy": self.strategy,
             "policy": policy.model_dump(mode="json") | {"digest": policy.digest},
             "norm_bound": policy.norm_bound,
-            "noise_sigma": policy.noise_sigma,
+            "noise_sigma": policy.sum_sigma,
             "unit": "device of the roster",
             "adjacency": "zero-out",
             "accountant": "zCDP, converted (Canonne, Kamath and Steinke 2020)",
@@ -177,8 +177,9 @@ class PrivacyStatement:
         policy = self.policy
         if not policy.sigma:
             return "none"
+        turns = f", correlated over {policy.bands} sums" if policy.bands > 1 else ""
         return (
-            f"sigma {policy.sigma:g}, in units {policy.noise_sigma:,.0f} (discrete Gaussian); "
+            f"sigma {policy.sigma:g}, in units {policy.sum_sigma:,.0f} (discrete Gaussian){turns}; "
             f"{policy.participations:,} participations"
         )
 
