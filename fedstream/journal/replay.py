@@ -46,7 +46,7 @@ from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_b
 from fedstream.journal.updates import check_digest, decoded, update_of
 from fedstream.journal.what_if import Unused, WhatIf
 from fedstream.runtime.plugins import allowed, allowing
-from fedstream.strategies import Memory, Strategy
+from fedstream.strategies import Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment and its cut
 
@@ -194,9 +194,7 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
-                    dropped = (isinstance(message, RoundClosed) and message.dropped) or (
-                        isinstance(message, SumOpened) and message.reason != ""
-                    )
+                    dropped = isinstance(message, RoundClosed) and message.dropped
                     held = held and not dropped
                     if not held or not isinstance(message, EntryRecord):
                         continue
@@ -374,12 +372,9 @@ class Replayer:
                 goes_on = self._beside or bases is not None
                 start = _copied(was.progress) if goes_on else was.progress
                 rule = self._rule(segment)
-                # A rule can't use another's memory, nor an optimizer another's vectors.
-                if (type(rule), rule.vector_names) != (
-                    type(was.strategy),
-                    was.strategy.vector_names,
-                ):
-                    start = replace(start, state=replace(start.state, memory=Memory()), held=())
+                memory = rule.taken_over(start.state.memory, was.strategy)
+                held = start.held if memory.arrivals or memory.opened else ()
+                start = replace(start, state=replace(start.state, memory=memory), held=held)
                 what_if = WhatIf(rule, was.strategy, start, self._without)
                 was = was if goes_on else None
 
@@ -397,13 +392,10 @@ class Replayer:
             return was
         rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
         other = rule.build(devices)
-        if was.masked != other.masked:
+        other = other if other.masked else was.replaced(other)
+        if other.masked and not was.masked:
             raise NotRecorded(
-                f"{self.folder}: the updates of this private run are masked, and only their sums "
-                f"were opened: {rule.name} would need each update alone; choose fedbuff, fedavg "
-                "or afa-cd, with any server_lr or server"
-                if was.masked
-                else f"{self.folder}: this run's updates are not masked, so it has no sums to open"
+                f"{self.folder}: this run's updates are not masked, so it has no sums to open"
             )
         if other.controls and not was.controls:
             raise NotRecorded(
