@@ -24,30 +24,10 @@ from fedstream.strategies.optimizers import Adam, Momentum
 from fedstream.strategies.staleness import Polynomial
 from tests.journal.replaying import digests
 from tests.journals import Scribe
-from tests.private.journalled import EACH, POLICY, PrivateScribe, private_run
+from tests.private.journalled import EACH, POLICY, PrivateScribe, private_run, run_in_buckets
 
 ADAM = FedBuffSettings(buffer_size=EACH, server=Adam())
 K = 3 * EACH
-IN_BUCKETS = {"buckets": 3, "over": "median"}
-
-
-def in_buckets(folder: Path, rule: Strategy | None = None) -> PrivateScribe:
-    """Two versions of three buckets; a segment begins, and a sum is dropped, in the midst."""
-    rule = rule or FedBuffSettings(buffer_size=K)
-    scribe = PrivateScribe(folder, rule, terms=IN_BUCKETS)
-    for bucket in range(7):
-        if bucket == 4:
-            for device in range(EACH):
-                scribe.update(20 + device)
-            scribe.opens(refused="overlap")
-        scribe.update(3 * bucket)
-        if bucket in (1, 5):
-            scribe.segment()
-        scribe.update(3 * bucket + 1)
-        scribe.update(3 * bucket + 2)
-        scribe.opens()
-    scribe.close()
-    return scribe
 
 
 def recorded(scribe: Scribe) -> dict[int, str]:
@@ -91,7 +71,7 @@ def test_replay_makes_the_same_versions(folder: Path, rule: Strategy) -> None:
 @pytest.mark.parametrize("rule", [None, FedBuffSettings(buffer_size=K, server=Adam())], ids=str)
 def test_versions_of_buckets_are_the_same(folder: Path, rule: Strategy | None) -> None:
     """Also where a segment begins between two buckets of a version."""
-    scribe = in_buckets(folder, rule)
+    scribe = run_in_buckets(folder, rule)
     assert scribe.version == 2
     assert digests(folder) == recorded(scribe)
     assert digests(folder, from_version=1) == {2: scribe.digests[2]}
@@ -141,7 +121,7 @@ def test_optimizer_goes_on_with_its_own_vectors(folder: Path) -> None:
     ("over", "middle"), [("mean", np.mean), ("median", np.median)], ids=["mean", "median"]
 )
 def test_another_rule_over_the_same_buckets(folder: Path, over: str, middle: object) -> None:
-    scribe = in_buckets(folder)
+    scribe = run_in_buckets(folder)
     [made, _] = models(folder, strategy=rule_by([f"private.over={over}"]))
     sums = [sum(scribe.values[f"task-{4 * n + one}"] for one in range(EACH)) for n in range(3)]
     means = [in_model_units(np.asarray(one), EACH, POLICY) for one in sums]
@@ -150,7 +130,7 @@ def test_another_rule_over_the_same_buckets(folder: Path, over: str, middle: obj
 
 def test_other_optimizer_takes_over_in_the_midst_of_a_version(folder: Path) -> None:
     """The journal begins with a bucket opened, whose sum any optimizer needs."""
-    scribe = in_buckets(folder, FedBuffSettings(buffer_size=K, server=Momentum()))
+    scribe = run_in_buckets(folder, FedBuffSettings(buffer_size=K, server=Momentum()))
     min(folder.iterdir()).unlink()
     assert digests(folder) == recorded(scribe)
     plain = rule_by(["strategy.server.kind=sgd"])

@@ -1,4 +1,7 @@
-"""Journals of private runs, made without a service: devices, updater and helper by hand."""
+"""Journals of private runs, made without a service: devices, updater and helper by hand.
+
+python -m tests.private.journalled      # writes those of this release to tests/data/journals
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from fedstream.journal.records import PRIVATE_SUMS, WIRE_FORMATS
 from fedstream.private.masks import packed, rounded, sum_of_masks, unpacked
 from fedstream.private.sealing import Intent, SealedUpdate, seal
 from fedstream.strategies import FedBuffSettings, Strategy
+from fedstream.strategies.optimizers import Adam
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms, words_of
-from tests.journals import Scribe
+from tests.journals import GOLDEN, Scribe, keep_golden
 from tests.private.enrolled import DEVICES, epoch_of, policy_of
 from tests.support import layout_of
 
@@ -135,3 +139,41 @@ def private_run(folder: Path, rule: Strategy | None = None, **head: Any) -> Priv
     scribe.fills()
     scribe.close()
     return scribe
+
+
+def run_in_buckets(folder: Path, rule: Strategy | None = None, **head: Any) -> PrivateScribe:
+    """Two versions of three buckets; a segment begins, and a sum is dropped, in the midst."""
+    terms = {"buckets": 3} | head.pop("terms", {"over": "median"})
+    rule = rule or FedBuffSettings(buffer_size=3 * EACH)
+    scribe = PrivateScribe(folder, rule, terms=terms, **head)
+    for bucket in range(7):
+        if bucket == 4:
+            for device in range(EACH):
+                scribe.update(20 + device)
+            scribe.opens(refused="overlap")
+        for one in range(EACH):
+            scribe.update(EACH * bucket + one)
+            if one == 0 and bucket in (1, 5):
+                scribe.segment()
+        scribe.opens()
+    scribe.close()
+    return scribe
+
+
+def write_golden() -> None:
+    """A private run by an optimizer, and one of buckets by their geometric median.
+
+    Those that are there stay.
+    """
+    for name, run, terms in (
+        ("private", private_run, {}),
+        ("private-buckets", run_in_buckets, {"over": "geometric median"}),
+    ):
+        n = 1 if run is private_run else 3
+        if not (GOLDEN / name).exists():
+            rule = FedBuffSettings(buffer_size=n * EACH, server_lr=0.5, server=Adam())
+            keep_golden(run(GOLDEN / name, rule, terms=terms))
+
+
+if __name__ == "__main__":
+    write_golden()
