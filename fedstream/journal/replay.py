@@ -29,7 +29,7 @@ from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Sends, Upload
 from fedstream.journal.base_models import BaseModels
 from fedstream.journal.chain import check_joint, cuts, segments
-from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.errors import ONLY_SUMS, JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
 from fedstream.journal.rebuild import Rebuild, check_checkpoint, format_in, recorded, rule_of
@@ -40,6 +40,7 @@ from fedstream.journal.records import (
     RoundClosed,
     SumOpened,
     Taken,
+    dropped_by,
     is_used,
 )
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
@@ -87,16 +88,18 @@ class Moment:
     def update(self) -> Model:
         """The update, read again as a new copy. Call this before the replayer is closed.
 
-        Raises JournalError if the record has no update or no bytes of it.
+        Raises JournalError if the record has no update, or no bytes of it but masked ones.
         """
+        where = self.place.where
         if not self._record.payload_bytes:
-            where = self.place.where
             if not isinstance(self.message, Taken):
                 what = _CONTROLS[type(self.message)]
                 raise NotRecorded(f"{where}: is {what}, not an update")
             if not is_used(self.message):
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
             recorded(self._record, None)
+        if self._segment.head.masked:
+            raise NotRecorded(f"{where}: {ONLY_SUMS}")
         model = Model(self._segment.layout)
         return update_of(self._segment, self._record, model)
 
@@ -194,8 +197,7 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
-                    dropped = isinstance(message, RoundClosed) and message.dropped
-                    held = held and not dropped
+                    held = held and not dropped_by(message)
                     if not held or not isinstance(message, EntryRecord):
                         continue
                     if message.digest is not None:
@@ -219,10 +221,7 @@ class Replayer:
         """Raise JournalError for a left-out device that never took part."""
         missing = set(self._without)
         if missing and rule_of(self._chain[-1][0]).masked:
-            raise NotRecorded(
-                f"{self.folder}: the updates of this private run are masked, and only their sums "
-                "were opened: no device can be left out of a sum"
-            )
+            raise NotRecorded(f"{self.folder}: {ONLY_SUMS}: no device can be left out of a sum")
         for segment, cut in self._chain if missing else ():
             for record in segment.records(cut):
                 if is_used(record.message):

@@ -116,9 +116,9 @@ class PrivateSums(Strategy):
         for name, recorded in (("max_staleness", self.rule.max_staleness), (key, self.batch)):
             if name in rule.model_fields_set and getattr(rule, name) != recorded:
                 raise ConfigError(
-                    f"strategy.{name} = {getattr(rule, name)}: the sums of this private run were "
-                    f"opened by {recorded}, and no update can be added to a sum or taken out of "
-                    "it: leave the key out"
+                    f"strategy.{name} = {getattr(rule, name)}: it was "
+                    f"{'not set' if recorded is None else recorded} in this private run, and no "
+                    "update can be added to an opened sum or taken out of it: leave the key out"
                 )
         if key in type(rule).model_fields:
             rule = rule.model_copy(update={key: self.batch})
