@@ -269,7 +269,7 @@ class Decider:
         needed = sums.least if state.strategy.rounds == "always" else state.strategy.batch
         record = SumOpened(
             intent=opening.intent.digest,
-            updates=len(before.held),
+            updates=len(before.in_sum),
             reason=step.dropped,
             format=format_,
             masks=sent.digest_like(state.digest) if sent is not None else None,

@@ -153,7 +153,7 @@ class Sums:
             policy=self._policy.digest,
             version=state.version,
             updates=tuple(SealedUpdate.decode(one) for one in progress.sealed),
-            weights=tuple(int(one.weight) for one in progress.held),
+            weights=tuple(int(one.weight) for one in progress.in_sum),
         )
         status, body, about, _ = await self._ask("POST", "/v1/open", intent.encode())
         if status == 200:

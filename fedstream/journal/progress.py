@@ -40,8 +40,9 @@ class PrivacyAccount:
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the sealed updates that are held, the devices' privacy accounts, and the
-    number of dropped batches.
+    Of a private run also the devices' privacy accounts, the number of dropped batches, and the
+    sealed updates of the batch that is not opened yet; the batch's contributions are the last that
+    are held.
     """
 
     state: State
@@ -51,6 +52,11 @@ class Progress:
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
     dropped: int = 0
+
+    @property
+    def in_sum(self) -> tuple[Contribution, ...]:
+        """The updates of the private batch that is not opened yet."""
+        return self.held[len(self.held) - len(self.sealed) :]
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
@@ -167,7 +173,7 @@ def charged(
 
 
 def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
-    """Make the version of a private batch that is due, or drop the batch.
+    """Open the sum of a private batch that is due, which may make a version, or drop the batch.
 
     ``masks``: of the helper, as 32-bit words in place of the parameters; None: it opened nothing.
     ``refused``: why, in that case.
@@ -179,18 +185,20 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         except SumOutOfRange:
             why = OUT_OF_RANGE
     if why:
-        state = strategy.drop_round(before.state)
-    batch = [(one.device, int(one.weight)) for one in before.held]
+        state = strategy.drop_sum(before.state)
+    batch = [(one.device, int(one.weight)) for one in before.in_sum]
     accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
+    held = before.held[: len(before.held) - len(before.sealed)] if why else before.held
+    made = held if state.version != before.state.version else None
     after = replace(
         before,
         state=state,
-        held=(),
+        held=() if made is not None else held,
         sealed=(),
         accounts=accounts,
         dropped=before.dropped + bool(why),
     )
-    return Step(after, made=None if why else before.held, dropped=why)
+    return Step(after, made=made, dropped=why)
 
 
 def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:

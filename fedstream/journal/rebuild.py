@@ -120,6 +120,7 @@ def standing_of(
             "samples": progress.norms.samples,
             "sealed": progress.sealed,
             "closed": memory.closed,
+            "opened": memory.opened,
             "accounts": tuple(
                 (device, one.squares, one.sums, one.burnt)
                 for device, one in sorted(progress.accounts.items())
@@ -167,7 +168,7 @@ class Rebuild:
                 "model does not match its digest"
             )
         vectors = device_vectors(segment, strategy)
-        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed)
+        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed, said.opened)
         self.progress = Progress(
             State(said.version, model, kept),
             said.held,
