@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import msgpack
 
@@ -188,6 +189,17 @@ class PrivacyLoss:
     delta: float  # at which epsilon is stated
     spent: frozenset[int] = frozenset()  # devices that can take part no more
     recent: frozenset[int] = frozenset()  # devices that sit out, as their last sums are recent
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As plain data. ``epsilon`` is None without noise."""
+        return {
+            "epsilon": self.epsilon if self.epsilon < math.inf else None,
+            "delta": self.delta,
+            "sums_opened": self.opened,
+            "sums_dropped": self.dropped,
+            "devices_spent": len(self.spent),
+        }
 
     def packed(self) -> bytes:
         """The form in Redis's head, in which scripts read the devices.
