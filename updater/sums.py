@@ -7,7 +7,6 @@ synced before the helper is asked, and whichever updater asks again asks for the
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +15,7 @@ import aiohttp
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.private.sealing import BadSeal, EpochKey, Intent, SealedUpdate
+from fedstream.private.sealing import EpochKey, Intent, SealedUpdate
 from fedstream.private.settings import PrivateSettings, client_context
 from fedstream.runtime.backoff import pause
 
@@ -105,8 +104,7 @@ class Sums:
         policy = self._policy
         least = min(policy.weights) ** 2
         spent = sum(
-            account.squares + least > policy.allowance
-            for account in progress.accounts.values()
+            account.squares + least > policy.allowance for account in progress.accounts.values()
         )
         left = devices - spent
         if left >= policy.min_batch:
@@ -214,9 +212,7 @@ def _sealed_in(upload: Upload) -> SealedUpdate | None:
         return None
 
 
-def _is_of(
-    sealed: SealedUpdate, upload: Upload, state: RunState, policy: PrivacyPolicy
-) -> bool:
+def _is_of(sealed: SealedUpdate, upload: Upload, state: RunState, policy: PrivacyPolicy) -> bool:
     """Whether a sealed part says what its upload says."""
     said = (sealed.task, sealed.attempt, sealed.device, sealed.tau, sealed.layout)
     ours = (upload.task, upload.attempt, upload.device, upload.tau, upload.layout)

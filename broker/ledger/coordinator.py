@@ -80,6 +80,7 @@ RIGHTS = Rights(
         "lineage",
         "kept",
         "best",
+        "sealing",
         "models",
         "model:*",
         "device:*",

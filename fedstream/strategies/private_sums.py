@@ -21,7 +21,7 @@ from pydantic import Field, model_serializer
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Sends
-from fedstream.core.words import Words
+from fedstream.core.words import MaskWords
 from fedstream.private import masks
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.runtime.config import Section
@@ -141,7 +141,7 @@ class PrivateSums(Strategy):
         return State(state.version + 1, total)
 
 
-def words_of(model: Model) -> Words:
+def words_of(model: Model) -> MaskWords:
     """The words in place of a model's parameters (a view)."""
     return model.parameters.view(np.uint32)
 
