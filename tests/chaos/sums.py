@@ -240,6 +240,11 @@ class Played:
             await self.start_updater()
         return await self.hand.ledger.head() is not None
 
+    def _leader(self) -> Updater:
+        """The newest updater that leads, or that is to lead."""
+        updaters = [updater for updater, _ in self.updaters]
+        return max(updaters, key=lambda updater: updater._lease.number)
+
     # devices
 
     async def answer(self, device: int, *, malformed: bool = False, attempts: int = 1) -> None:
@@ -381,10 +386,10 @@ class Played:
 
     async def _tear(self) -> None:
         """The power fails when a sum is in the journal, before it is on disk."""
-        recorder = self.updaters[-1][0]._recorder
+        recorder = self._leader()._recorder
         mark, until = recorder.appended, time.monotonic() + 2.0
-        while recorder.appended == mark and time.monotonic() < until:
-            await asyncio.sleep(0.0005)
+        while recorder.appended == mark and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.0005)  # the record is unsynced for a few milliseconds
         async with self.starting:
             unsynced, ending = recorder.appended - recorder.safe, recorder.ending
             await self.kill_updaters()
@@ -423,7 +428,8 @@ class Played:
             await self.start_helper()
             if not await self._is_led() or await self.hand.queue():
                 return False
-            state = getattr(self.updaters[-1][0]._loop, "state", None)
+            loop = getattr(self._leader(), "_loop", None)  # None: a standby that has not begun
+            state = getattr(loop, "state", None)
             return state is not None and not state.is_due
 
         await wait_until(is_quiet, what="an updater that has done everything")
