@@ -65,9 +65,9 @@ def devices(hand: Hand, policy: PrivacyPolicy) -> Devices:
 def private(make: Any, helper: Http, policy: PrivacyPolicy) -> Callable[..., Updater]:
     """An updater of the private run."""
 
-    def made(rule: Strategy = RULE, **settings: Any) -> Updater:
+    def made(rule: Strategy = RULE, terms: Any = None, **settings: Any) -> Updater:
         url = str(helper.make_url("/"))
-        mine = PrivateSums.of(rule, PrivateTerms(policy=policy))
+        mine = PrivateSums.of(rule, PrivateTerms(policy=policy, **(terms or {})))
         found: Updater = make(mine, private=PrivateSettings(helper=url), **settings)
         return found
 
@@ -179,6 +179,58 @@ async def test_updater_that_dies_around_the_opening_gets_the_same_sum(
     assert not first or made.intent == first[0].intent.digest
     model = (await hand.model((await hand.published())[-1])).parameters
     np.testing.assert_allclose(model, devices.mean(*uploads), rtol=1e-5, atol=1e-7)
+
+
+IN_BUCKETS: dict[str, Any] = {
+    "rule": FedBuffSettings(buffer_size=3 * K),
+    "terms": {"buckets": 3, "over": "median"},
+}
+
+
+async def test_version_is_the_median_of_opened_buckets(
+    private: Callable[..., Updater], hand: Hand, devices: Devices, folder: Path
+) -> None:
+    """The updater stops after two of three, and a malformed update costs its bucket alone.
+
+    A device takes part once in all buckets of a version.
+    """
+    async with running(private(**IN_BUCKETS), context()):
+        await hand.join()
+        buckets = [[await devices.answers(K * n + one) for one in range(K)] for n in range(2)]
+        await devices.answers(0)
+        await wait_until(lambda: len(opened(folder)) == 2)
+        await wait_until(lambda: refused(hand, "refused", {reasons.IN_THE_BATCH: 1}))
+    async with running(private(**IN_BUCKETS, name="updater-1"), context()):
+        for device in (6, 7, 8):
+            await devices.answers(device, malformed=device == 7)
+        buckets.append([await devices.answers(device) for device in (6, 7, 8)])
+        await hand.reaches(1)
+        await wait_until(hand.queue_is_empty)
+    sums = opened(folder)
+    assert [(one.updates, one.version, one.reason) for one in sums] == [
+        (K, 0, ""), (K, 0, ""), (K, 0, OUT_OF_RANGE), (K, 1, "")
+    ]  # fmt: skip
+    [_, made] = await hand.published()
+    assert [one.device for one in made.updates] == list(range(9))
+    found = (await hand.model(made)).parameters
+    wanted = np.median([devices.mean(*bucket) for bucket in buckets], axis=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    assert {one.damage for one in verify(segments(folder))} == {None}
+    with Replayer(folder) as replayer:
+        assert [moment.identical for moment in replayer if moment.message.digest] == [True]
+
+
+async def test_buckets_are_those_of_the_run(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """Another number would need other vectors."""
+    async with running(private(**IN_BUCKETS), context()):
+        await hand.join()
+        await devices.answers(0)
+    buckets = pytest.RaisesExc(ConfigError, match=r"private\.buckets")
+    with pytest.RaisesGroup(buckets, flatten_subgroups=True):
+        async with asyncio.timeout(30):
+            await private(**IN_BUCKETS | {"rule": RULE, "terms": None}).run(context())
 
 
 async def test_run_waits_for_its_helper(
