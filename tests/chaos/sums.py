@@ -341,9 +341,11 @@ class Played:
     async def _store_rolled_back(self) -> None:
         """An operator restores a backup, which must be refused, and then begins with nothing."""
         self.kill_helper()
+        newest = self.helper.opened()
         self._forget_store()
         if self.kept_store is not None:
             self.helper.store.write_bytes(self.kept_store)
+        if self.kept_store is not None and self.helper.opened() != newest:
             try:
                 await self.helper.start()
             except ConfigError:
@@ -351,7 +353,7 @@ class Played:
             else:
                 self.failures.append("the helper started on a store that was rolled back")
                 self.helper.kill()
-            self.helper.store.unlink()
+        self.helper.store.unlink(missing_ok=True)
         await self.start_helper()
 
     async def _replayed(self) -> None:
