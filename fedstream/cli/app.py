@@ -31,6 +31,7 @@ _COMMANDS = {
         "simulate": "training:simulate",
         "sweep": "sweep:sweep",
         "plugins": "operations:plugins",
+        "agree": "agreement:agree",
     },
     "Inspect a run": {
         "status": "operations:status",

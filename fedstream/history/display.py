@@ -217,6 +217,8 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness", f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}"),
         ("tasks", outcomes(numbers["tasks"])),
     ]
+    if privacy := numbers.get("privacy"):
+        rows.append(("privacy", privacy["statement"]))
     for what in ("refused", "given_up", "dead", "strays", "evaluated"):
         if reasons := numbers.get(what):
             text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())

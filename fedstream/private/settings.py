@@ -31,6 +31,7 @@ class PolicyTerms(Section):
     participations: Annotated[int, Field(ge=1)] = 1_000_000
     word_bits: WordBits = 32
     kem: KemName = "x25519"
+    image: Annotated[str, Field(max_length=200)] = ""  # the helper's, by digest
 
 
 class PrivateSettings(Section):
@@ -41,7 +42,7 @@ class PrivateSettings(Section):
     owner: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     # Updater: the helper.
     helper: str | None = None  # its URL
-    token: SecretStr | None = None  # the helper's http.token
+    token: Annotated[SecretStr | None, Field(exclude=True)] = None  # the helper's http.token
     ca: str | None = None  # PEM: authorities for the helper's certificate; None: the system's
     tls_cert: str | None = None  # PEM: the certificate that the helper asks for
     tls_key: str | None = None
@@ -49,7 +50,7 @@ class PrivateSettings(Section):
     # Trainers: the folder with the private keys of their devices, DEVICE.pem.
     keys: str | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # at which epsilon is stated
-    terms: PolicyTerms = PolicyTerms()  # of the policy that `fedstream run --private` makes
+    terms: PolicyTerms = PolicyTerms()  # of a policy that fedstream makes
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -14,6 +14,7 @@ from fedstream.trainer.schedules import ConstantRate
 from fedstream.trainer.solvers import Solvers
 
 if TYPE_CHECKING:
+    from fedstream.private.policy import PrivacyPolicy
     from fedstream.settings.config import Settings
     from fedstream.strategies import Strategy
 
@@ -67,16 +68,19 @@ def _unequal_steps(settings: Settings) -> str:
 
 def private_rule(settings: Settings, rule: Strategy) -> Strategy:
     """``rule``, or its private form if the settings name a policy. Raises ConfigError."""
-    if settings.private.policy is None:
-        return rule
     try:
-        from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+        policy = settings.private.read()
     except ImportError as error:  # or a release of it without HPKE
         raise ConfigError(
             "private.policy needs the package cryptography: pip install 'fedstream[private]'"
         ) from error
-    policy = settings.private.read()
-    assert policy is not None  # noqa: S101  (there is one)
+    return rule if policy is None else private_form(settings, rule, policy)
+
+
+def private_form(settings: Settings, rule: Strategy, policy: PrivacyPolicy) -> Strategy:
+    """The rule on sums under a policy. Raises ConfigError if it has no such form."""
+    from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+
     steps, per = settings.scheduler.steps, 1.0
     if rule.by_steps and isinstance(steps, FixedSteps):  # else refused
         per = settings.solver.lr * steps.n

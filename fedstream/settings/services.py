@@ -174,11 +174,13 @@ def check_used(settings: Settings) -> None:
 
 
 def check_private(settings: Settings, layout: Layout) -> None:
-    """Raise ConfigError if a private run's policy does not fit the model; others always fit."""
-    if (policy := settings.private.read()) is not None:
-        from fedstream.strategies.private_sums import check_layout
+    """Raise ConfigError if a private run's policy does not fit the strategy or the model."""
+    if settings.private.policy is not None:
+        from fedstream.strategies.private_sums import PrivateSums, check_layout
 
-        check_layout(layout, policy)
+        rule = settings.rule
+        assert isinstance(rule, PrivateSums)  # noqa: S101  (there is a policy)
+        check_layout(layout, rule.terms.policy)
 
 
 def create_run(settings: Settings) -> tuple[Run, Model]:
