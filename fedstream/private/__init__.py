@@ -7,3 +7,9 @@ masks plus noise (:mod:`~fedstream.private.noise`); the server subtracts it. Wha
 stands in one document (:mod:`~fedstream.private.policy`). Pure functions of values; primitives come
 from ``cryptography``.
 """
+
+from __future__ import annotations
+
+from typing import Literal
+
+KemName = Literal["x25519", "mlkem768-x25519"]  # how seeds are sealed to the helper

@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pydantic import Field, ValidationError, model_validator
 
 from fedstream.core.errors import ConfigError
+from fedstream.private import KemName
 from fedstream.private.noise import LARGEST_SIGMA
-from fedstream.private.settings import KemName
 from fedstream.runtime.config import Section, check
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes: a SHA-256 or a public key

@@ -38,9 +38,9 @@ from pydantic import Field
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import Count, Id, Message, Name
 from fedstream.core.words import Words
+from fedstream.private import KemName
 from fedstream.private.masks import SEED_BYTES, masked, packed
 from fedstream.private.policy import Hex32, PrivacyPolicy
-from fedstream.private.settings import KemName
 
 SUITES: Final = {
     "x25519": Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_128_GCM),

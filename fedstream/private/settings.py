@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.words import WordBits
+from fedstream.private import KemName
 from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.process import read_regular
 
 if TYPE_CHECKING:
     from fedstream.private.policy import PrivacyPolicy
-
-KemName = Literal["x25519", "mlkem768-x25519"]
 
 
 class PolicyTerms(Section):
