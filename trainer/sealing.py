@@ -41,7 +41,10 @@ class Sealer:
     def __init__(
         self, policy: PrivacyPolicy, layout: Layout, key_of: Callable[[int], Ed25519PrivateKey]
     ) -> None:
-        """``key_of``: a device's private key. Raises ConfigError if the model's updates can't be masked."""
+        """``key_of``: a device's private key.
+
+        Raises ConfigError if masked updates can't carry what devices of this model send.
+        """
         check_layout(layout, policy)
         self.policy = policy
         self.format = Format("mask", word_bits=policy.word_bits)

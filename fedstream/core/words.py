@@ -11,12 +11,12 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint32]
+MaskWords = NDArray[np.uint32]
 WordBits = Literal[16, 24, 32]
 WORD_BITS: Final[tuple[WordBits, ...]] = (16, 24, 32)
 
 
-def packed(words: Words, bits: WordBits) -> NDArray[np.uint8]:
+def packed(words: MaskWords, bits: WordBits) -> NDArray[np.uint8]:
     """The lower ``bits`` of each word: bits / 8 bytes for each."""
     data = words.astype("<u4", copy=False).view(np.uint8)
     if bits == 32:
@@ -24,7 +24,7 @@ def packed(words: Words, bits: WordBits) -> NDArray[np.uint8]:
     return data.reshape(-1, 4)[:, : bits // 8].reshape(-1)
 
 
-def unpack(data: NDArray[np.uint8], bits: WordBits, into: Words) -> None:
+def unpack(data: NDArray[np.uint8], bits: WordBits, into: MaskWords) -> None:
     """Write packed words into ``into``, whose length must be that of ``data``."""
     if bits == 32:
         into[:] = data.view("<u4")

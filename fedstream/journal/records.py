@@ -112,11 +112,14 @@ class Standing(Message):
     quarantines: Count = 0  # control entries that changed a quarantine, up to here
     quarantined: tuple[Quarantine, ...] = ()
     evaluation: str = ""  # the newest evaluation on the devices that has a record
-    # Of a private run: the sealed updates of `held`, whether their batch is closed, and for each
-    # device the numbers of its `PrivacyAccount`.
+    # Of a private run: the sealed updates of the batch that is not opened, the last ones of `held`;
+    # whether it is closed; the buckets opened before it; for each device the numbers of its
+    # `PrivacyAccount`; the batches that were dropped.
     sealed: tuple[bytes, ...] = ()
     closed: bool = False
+    opened: Count = 0
     accounts: tuple[tuple[Count, Count, Count, Count], ...] = ()
+    dropped: Count = 0
 
 
 class DeviceVector(Message):
@@ -206,7 +209,8 @@ class EvaluationEnded(Message):
 class SumOpened(Message):
     """The sum of a private batch, as the helper opened or refused it. Payload: the helper's masks.
 
-    The batch is that of the buffered updates before this record. It makes a version, or is dropped.
+    The batch has the newest buffered updates before this record. It makes a version, or is the next
+    bucket of one, or is dropped; the version is then that of the buckets before, if a round ended.
     """
 
     kind: ClassVar[str] = "sum_opened"

@@ -195,7 +195,7 @@ class Replayer:
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
                     dropped = (isinstance(message, RoundClosed) and message.dropped) or (
-                        isinstance(message, SumOpened) and message.digest is None
+                        isinstance(message, SumOpened) and message.reason != ""
                     )
                     held = held and not dropped
                     if not held or not isinstance(message, EntryRecord):

@@ -69,11 +69,12 @@ def draft(
     if why := refusal(settings):
         raise ConfigError(why)
     terms, rule = settings.private.terms, settings.strategy
-    least = rule.batch if terms.min_batch is None else terms.min_batch
+    in_a_sum = max(1, rule.batch // settings.private.buckets)
+    least = in_a_sum if terms.min_batch is None else terms.min_batch
     if least < 2:
         raise ConfigError(
-            f"strategy.name = {rule.name!r} makes a version of {rule.batch} update: a private run "
-            "needs sums of at least 2: choose fedbuff, fedavg or afa-cd"
+            f"strategy.name = {rule.name!r} has sums of {least} update: a private run needs "
+            "sums of at least 2: choose fedbuff, fedavg or afa-cd, and fewer private.buckets"
         )
     if devices < rule.batch:
         raise ConfigError(
@@ -87,7 +88,7 @@ def draft(
             helper=helper or _UNKNOWN,
             parameters=layout.parameters,
             min_batch=least,
-            max_batch=max(least, rule.batch),
+            max_batch=max(least, in_a_sum),
         )
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Value error, ")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedstream.core import words as core_words
 from fedstream.core.errors import FedstreamError, SumOutOfRange
-from fedstream.core.words import Words
+from fedstream.core.words import MaskWords
 from fedstream.private.noise import keystream
 from fedstream.private.policy import PrivacyPolicy
 
@@ -65,14 +65,14 @@ def square(values: NDArray[np.int64]) -> int:
     return (parts[0] << 32) + (parts[1] << 17) + parts[2]
 
 
-def masked(values: NDArray[np.int64], seed: bytes) -> Words:
+def masked(values: NDArray[np.int64], seed: bytes) -> MaskWords:
     """Hide integers behind the seed's stream. A seed must never be used twice."""
     total = values.astype(np.uint32)  # modulo 2**32
     add_mask(total, seed, 1)
     return total
 
 
-def add_mask(total: Words, seed: bytes, weight: int) -> None:
+def add_mask(total: MaskWords, seed: bytes, weight: int) -> None:
     """Add the seed's stream ``weight`` times, in place and modulo 2**32."""
     stream, factor = keystream(seed), np.uint32(weight)
     for start in range(0, total.size, _SLICE):
@@ -81,14 +81,14 @@ def add_mask(total: Words, seed: bytes, weight: int) -> None:
         part += mask if weight == 1 else mask * factor
 
 
-def add_masked(total: Words, update: Words, weight: int) -> None:
+def add_masked(total: MaskWords, update: MaskWords, weight: int) -> None:
     """Add a masked update ``weight`` times, in place and modulo 2**32."""
     total += update if weight == 1 else update * np.uint32(weight)
 
 
 def sum_of_masks(
     seeds: Iterable[tuple[bytes, int]], noise: NDArray[np.int64] | None, parameters: int
-) -> Words:
+) -> MaskWords:
     """The helper's M: the seeds' streams by their weights, plus noise.
 
     The memory does not depend on the number of seeds.
@@ -99,7 +99,7 @@ def sum_of_masks(
     return total
 
 
-def unmasked(total: Words, masks: Words, policy: PrivacyPolicy) -> NDArray[np.int64]:
+def unmasked(total: MaskWords, masks: MaskWords, policy: PrivacyPolicy) -> NDArray[np.int64]:
     """The sum of the updates in units, with its noise, from the masked sum and M."""
     unused = np.uint32(32 - policy.word_bits)
     signed = ((total - masks) << unused).view(np.int32)
@@ -127,12 +127,12 @@ def in_model_units(
     return (opened * ldexp(1 / divisor, -policy.scale_bits)).astype(np.float32)
 
 
-def packed(words: Words, policy: PrivacyPolicy) -> bytes:
-    """Words on the wire: little-endian, the policy's ``word_bits`` each."""
+def packed(words: MaskWords, policy: PrivacyPolicy) -> bytes:
+    """MaskWords on the wire: little-endian, the policy's ``word_bits`` each."""
     return core_words.packed(words, policy.word_bits).tobytes()
 
 
-def unpacked(data: bytes, policy: PrivacyPolicy) -> Words:
+def unpacked(data: bytes, policy: PrivacyPolicy) -> MaskWords:
     """Read what :func:`packed` wrote. Raises BadWords."""
     size = policy.word_bits // 8 * policy.parameters
     if len(data) != size:

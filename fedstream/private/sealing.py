@@ -37,7 +37,7 @@ from pydantic import Field
 
 from fedstream.core.errors import FedstreamError
 from fedstream.core.messages import Count, Id, Message, Name
-from fedstream.core.words import Words
+from fedstream.core.words import MaskWords
 from fedstream.private import KemName
 from fedstream.private.masks import SEED_BYTES, masked, packed
 from fedstream.private.policy import Hex32, PrivacyPolicy
@@ -189,7 +189,7 @@ def seal(
     """
     key.check(policy, time.time() if now is None else now)
     seed = os.urandom(SEED_BYTES)
-    words: Words = masked(values, seed)
+    words: MaskWords = masked(values, seed)
     data = packed(words, policy)
     unsigned = SealedUpdate(
         run=run,

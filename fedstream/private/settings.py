@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -33,7 +33,23 @@ class PolicyTerms(Section):
     image: Annotated[str, Field(max_length=200)] = ""  # the helper's, by digest
 
 
-class PrivateSettings(Section):
+class Buckets(Section):
+    """How a private version's updates are split into sums, and what is made of these."""
+
+    buckets: Annotated[int, Field(ge=1, le=100)] = 1  # sums in a version
+    over: Literal["mean", "median", "geometric median"] = "mean"  # the buckets' means
+
+    @model_validator(mode="after")
+    def _resists(self) -> Self:
+        if self.over != "mean" and self.buckets < 3:
+            raise ValueError(
+                f"private.over = {self.over!r} is the mean with private.buckets = {self.buckets}: "
+                "set private.buckets to at least 3"
+            )
+        return self
+
+
+class PrivateSettings(Buckets):
     """The table ``[private]``: the policy, and what each service needs to keep to it."""
 
     policy: str | None = None  # file: the policy, signed by the helper's owner; None: not private

@@ -41,13 +41,14 @@ def refusal(settings: Settings) -> str:
             "gateway.flower_app in a private run (private.policy): Flower's supernodes don't mask "
             "updates: leave it out; devices that run `fedstream device` do"
         )
-    if settings.strategy.by_steps:
-        return _unequal_steps(settings)
+    if settings.strategy.by_steps and (why := _unequal_steps(settings)):
+        name = settings.strategy.name
+        return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
     return ""
 
 
 def _unequal_steps(settings: Settings) -> str:
-    """Why a sum of updates can't be divided by one gamma H; '' if it can."""
+    """The setting by which gamma H is not one for all devices, and what to do; '' for none."""
     steps, usual = settings.scheduler.steps, settings.solver
     solvers = (usual, *Solvers(usual, settings.solvers).others.values())
     if not isinstance(steps, FixedSteps):
@@ -61,9 +62,8 @@ def _unequal_steps(settings: Settings) -> str:
     elif any(solver.lr_scheduler is not None for solver in solvers):
         why = "solver.lr_scheduler changes the learning rate: leave it out"
     else:
-        return ""
-    name = settings.strategy.name
-    return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
+        why = ""
+    return why
 
 
 def private_rule(settings: Settings, rule: Strategy) -> Strategy:
@@ -81,7 +81,9 @@ def private_form(settings: Settings, rule: Strategy, policy: PrivacyPolicy) -> S
     """The rule on sums under a policy. Raises ConfigError if it has no such form."""
     from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
 
-    steps, per = settings.scheduler.steps, 1.0
-    if rule.by_steps and isinstance(steps, FixedSteps):  # else refused
+    steps, per = settings.scheduler.steps, None
+    if isinstance(steps, FixedSteps) and not _unequal_steps(settings):
         per = settings.solver.lr * steps.n
-    return PrivateSums.of(rule, PrivateTerms(policy=policy, per=per))
+    mine = settings.private
+    terms = PrivateTerms(policy=policy, per=per, buckets=mine.buckets, over=mine.over)
+    return PrivateSums.of(rule, terms)

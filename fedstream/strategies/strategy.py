@@ -54,6 +54,7 @@ class Memory:
     weight: float = 0.0  # sum of their weights
     devices: DeviceVectors | None = None
     closed: bool = False  # a private batch that takes no more updates, as its round has ended
+    opened: int = 0  # buckets of the next private version whose sums are among the vectors
 
     def copy(self, into: Model | None = None) -> Memory:
         """A deep copy; the sum is copied into ``into``, if given."""
@@ -183,7 +184,11 @@ class Strategy(NamedSettings):
         return False
 
     def open(self, state: State, opened: Model) -> State:
-        """Make the version of an opened sum; only for rules whose updates are masked."""
+        """Open a batch's sum, which may make a version; only for rules whose updates are masked."""
+        raise NotImplementedError
+
+    def drop_sum(self, state: State) -> State:
+        """Drop a batch whose sum is not opened; only for rules whose updates are masked."""
         raise NotImplementedError
 
     def drop_round(self, state: State) -> State:

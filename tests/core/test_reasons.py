@@ -77,7 +77,8 @@ def test_services_know_reasons_by_name() -> None:
     found = {
         (path.name, node.value)
         for path in paths
-        if path.name != "reasons.py" and not {"gateway", "device", "helper", "protocol"} & {*path.parts}
+        if path.name != "reasons.py"
+        and not {"gateway", "device", "helper", "protocol"} & {*path.parts}
         if any(text in (source := path.read_text()) for text in apart)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and node.value in apart

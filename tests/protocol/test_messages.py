@@ -62,6 +62,7 @@ OFFER: dict[str, Any] = {
         "layout": DIGEST,
         "most": 2000,
     },
+    "private": {"policy": DIGEST, "run": "lineage", "key": "AAECAw=="},
     "heartbeat_s": 5.0,
 }
 CHECK_IN: dict[str, Any] = {
@@ -98,6 +99,7 @@ REPORT: dict[str, Any] = {
     "base": DIGEST,
     "layout": DIGEST,
     "format": "f32",
+    "sealed": "AAECAw==",
 }
 SAMPLES: dict[str, dict[str, Any]] = {
     "Nothing": {},
@@ -179,6 +181,10 @@ def test_schemas_describe_the_messages(body: type[Body]) -> None:
         (MetricsReport, {"sums": {"loss": [1.0, 1.0, 1.0]}}, "sums.loss"),
         (MetricsReport, {"sums": {f"m{n}": [1.0, 1.0] for n in range(101)}}, "sums"),
         (Surrender, {"attempt": "../../../x"}, "attempt"),
+        (UpdateReport, {"sealed": "AAE"}, "sealed"),
+        (UpdateReport, {"sealed": "AAAA" * 1367}, "sealed"),
+        (Offer, {"private": {"policy": DIGEST, "run": "", "key": ""}}, "private.run"),
+        (Offer, {"private": {"policy": "none", "run": "r", "key": ""}}, "private.policy"),
         (Offer, {"attempt": 123456789012}, "attempt"),
         (Offer, {"task": {**OFFER["task"], "id": "a/b"}}, "task.id"),
         (Offer, {"model": {**OFFER["model"], "url": "https://elsewhere/"}}, "model.url"),

@@ -73,6 +73,13 @@ class Steps(Task):
         return self.steps == self.hold
 
 
+class Plain(Steps):
+    """The same without buffers and dropout: ten parameters."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+
 class Adapted(Steps):
     """The same with a frozen first layer, of which every process draws another one."""
 

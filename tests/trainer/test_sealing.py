@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from fedstream.broker import blobs
 from fedstream.core.errors import ConfigError
@@ -35,7 +34,7 @@ from tests.private.enrolled import (
 )
 from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
-from tests.trainer.stepping import H, Steps, stopped_midway
+from tests.trainer.stepping import H, Plain, Steps, stopped_midway
 from tests.trainer.test_local import Personal
 
 LINE = "line-of-the-run"
@@ -88,7 +87,8 @@ async def test_update_opens_to_the_rounded_delta_for_the_helper_alone(
     async with running(make(private=private), context()):
         await hand.open(device=3)
         [upload] = await answers(hand)
-    assert isinstance(upload, Upload) and upload.sealed is not None
+    assert isinstance(upload, Upload)
+    assert upload.sealed is not None
     one = 1 << POLICY.scale_bits  # training adds one, which is a whole number of units
     found, _ = await opened(hand, upload, secret)
     assert found == [one] * 4
@@ -123,7 +123,8 @@ async def test_second_attempt_is_no_two_time_pad(
         await answers(hand)
         await hand.open(device=3, task=first.task)
         one, two = await answers(hand, 2)
-    assert isinstance(one, Upload) and isinstance(two, Upload)
+    assert isinstance(one, Upload)
+    assert isinstance(two, Upload)
     (found, seed), (again, other) = [await opened(hand, each, secret) for each in (one, two)]
     assert found == again
     assert seed != other
@@ -170,13 +171,6 @@ async def test_nothing_is_sealed_to_another_key(
     assert await hand.client.call("KEYS", hand.keys.update("*")) == []
 
 
-class Plain(Steps):
-    """Steps without buffers."""
-
-    def model(self) -> nn.Module:
-        return nn.Linear(4, 2)
-
-
 async def test_interrupted_training_leaves_nothing_in_redis_and_starts_over(
     hand: Hand, make: Make, tmp_path: Path
 ) -> None:
@@ -213,7 +207,8 @@ async def test_devices_data_is_neither_measured_nor_quoted(
         event, measured = await told()
     assert isinstance(answer, GiveUp)
     assert answer.reason == "raised ValueError"
-    assert isinstance(event, Event) and isinstance(measured, Measured)
+    assert isinstance(event, Event)
+    assert isinstance(measured, Measured)
     assert event.text == ""
     assert "device 9 is broken" not in str(event)
     assert (measured.reason, measured.samples, measured.sums) == ("no test data", 0, {})

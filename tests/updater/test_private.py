@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from fedstream.broker import blobs
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError
-from fedstream.core.layout import Payload
-from fedstream.core.messages import Upload
 from fedstream.journal import SumOpened, Taken, segments
 from fedstream.journal.inspection import verify
 from fedstream.journal.progress import OUT_OF_RANGE
 from fedstream.journal.replay import Replayer
-from fedstream.private.masks import in_model_units, rounded
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.private.sealing import EpochKey, seal
 from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
@@ -33,7 +26,8 @@ from fedstream.updater.service import Updater
 from fedstream.updater.state import RunState
 from fedstream.updater.sums import Opening, Sums
 from tests.helper.served import Http, serving
-from tests.private.enrolled import DEVICES, policy_of
+from tests.private.devices import Devices
+from tests.private.enrolled import policy_of
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 from tests.updater.journalled import reasons as refused
 from tests.updater.journalled import records
@@ -62,63 +56,6 @@ async def helper(tmp_path: Path, policy: PrivacyPolicy) -> AsyncIterator[Http]:
         yield http
 
 
-@dataclass
-class Devices:
-    """Devices that seal what they have learnt; their plain updates are by task."""
-
-    hand: Hand
-    policy: PrivacyPolicy
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
-    values: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-
-    async def answers(self, device: int, *, malformed: bool = False, **changes: Any) -> Upload:
-        """A device's masked and sealed answer to a new task, admitted; ``changes``: of the seal."""
-        hand, policy = self.hand, self.policy
-        [task] = await hand.open(device=device)
-
-        async def key() -> bytes | None:
-            found: bytes | None = await hand.client.call("GET", hand.keys.sealing)
-            return found
-
-        epoch = EpochKey.decode(await wait_until(key))
-        run, head = await hand.ledger.run(), await hand.ledger.head()
-        assert head is not None
-        delta = self.rng.standard_normal(policy.parameters).astype(np.float32) / 4
-        values = rounded(delta, policy, self.rng)
-        about: dict[str, Any] = {
-            "run": run.lineage,
-            "task": task.task,
-            "attempt": "a1",
-            "device": device,
-            "tau": head.version,
-            "layout": hand.layout.signature,
-        }
-        data, sealed = seal(values, policy, epoch, DEVICES[device], **about | changes)
-        if malformed:
-            data = bytes(reversed(data))
-        self.values[task.task] = values
-        payload = Payload(np.frombuffer(data, np.uint8))
-        upload = await hand.trained(
-            task,
-            write=False,
-            digest=payload.digest(),
-            size=len(data),
-            sends="delta",
-            format="mask32",
-            samples=0,
-            steps=0,
-            sealed=sealed.encode(),
-        )
-        await blobs.write(hand.client, hand.keys.update(upload.blob), payload, expire_s=60)
-        assert await hand.admit(upload) == [("admitted", "")]
-        return upload
-
-    def mean(self, *uploads: Upload) -> NDArray[np.float32]:
-        """The plain mean of updates, in the units in which they were sent."""
-        total = sum(self.values[one.task] for one in uploads)
-        return in_model_units(np.asarray(total), K, self.policy)
-
-
 @pytest.fixture
 def devices(hand: Hand, policy: PrivacyPolicy) -> Devices:
     return Devices(hand, policy)
@@ -128,9 +65,9 @@ def devices(hand: Hand, policy: PrivacyPolicy) -> Devices:
 def private(make: Any, helper: Http, policy: PrivacyPolicy) -> Callable[..., Updater]:
     """An updater of the private run."""
 
-    def made(rule: Strategy = RULE, **settings: Any) -> Updater:
+    def made(rule: Strategy = RULE, terms: Any = None, **settings: Any) -> Updater:
         url = str(helper.make_url("/"))
-        mine = PrivateSums.of(rule, PrivateTerms(policy=policy))
+        mine = PrivateSums.of(rule, PrivateTerms(policy=policy, **(terms or {})))
         found: Updater = make(mine, private=PrivateSettings(helper=url), **settings)
         return found
 
@@ -242,6 +179,58 @@ async def test_updater_that_dies_around_the_opening_gets_the_same_sum(
     assert not first or made.intent == first[0].intent.digest
     model = (await hand.model((await hand.published())[-1])).parameters
     np.testing.assert_allclose(model, devices.mean(*uploads), rtol=1e-5, atol=1e-7)
+
+
+IN_BUCKETS: dict[str, Any] = {
+    "rule": FedBuffSettings(buffer_size=3 * K),
+    "terms": {"buckets": 3, "over": "median"},
+}
+
+
+async def test_version_is_the_median_of_opened_buckets(
+    private: Callable[..., Updater], hand: Hand, devices: Devices, folder: Path
+) -> None:
+    """The updater stops after two of three, and a malformed update costs its bucket alone.
+
+    A device takes part once in all buckets of a version.
+    """
+    async with running(private(**IN_BUCKETS), context()):
+        await hand.join()
+        buckets = [[await devices.answers(K * n + one) for one in range(K)] for n in range(2)]
+        await devices.answers(0)
+        await wait_until(lambda: len(opened(folder)) == 2)
+        await wait_until(lambda: refused(hand, "refused", {reasons.IN_THE_BATCH: 1}))
+    async with running(private(**IN_BUCKETS, name="updater-1"), context()):
+        for device in (6, 7, 8):
+            await devices.answers(device, malformed=device == 7)
+        buckets.append([await devices.answers(device) for device in (6, 7, 8)])
+        await hand.reaches(1)
+        await wait_until(hand.queue_is_empty)
+    sums = opened(folder)
+    assert [(one.updates, one.version, one.reason) for one in sums] == [
+        (K, 0, ""), (K, 0, ""), (K, 0, OUT_OF_RANGE), (K, 1, "")
+    ]  # fmt: skip
+    [_, made] = await hand.published()
+    assert [one.device for one in made.updates] == list(range(9))
+    found = (await hand.model(made)).parameters
+    wanted = np.median([devices.mean(*bucket) for bucket in buckets], axis=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    assert {one.damage for one in verify(segments(folder))} == {None}
+    with Replayer(folder) as replayer:
+        assert [moment.identical for moment in replayer if moment.message.digest] == [True]
+
+
+async def test_buckets_are_those_of_the_run(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """Another number would need other vectors."""
+    async with running(private(**IN_BUCKETS), context()):
+        await hand.join()
+        await devices.answers(0)
+    buckets = pytest.RaisesExc(ConfigError, match=r"private\.buckets")
+    with pytest.RaisesGroup(buckets, flatten_subgroups=True):
+        async with asyncio.timeout(30):
+            await private(**IN_BUCKETS | {"rule": RULE, "terms": None}).run(context())
 
 
 async def test_run_waits_for_its_helper(
