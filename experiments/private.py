@@ -34,9 +34,7 @@ from experiments.reproduction import KeyValues, inline_toml
 from experiments.showing import mean_and_deviation
 from experiments.theory.pictures import FAINT, MAIN
 from fedstream.history.pictures import STYLE
-from fedstream.journal.replay import Replayer
 from fedstream.private import accounting
-from fedstream.strategies.private_sums import PrivateTerms
 
 RESULTS = Path(__file__).parent / "results" / "private"
 RUNS, SCORES, TABLE, PICTURE = "runs.csv", "scores.csv.gz", "table.md", "audit.png"
@@ -159,7 +157,7 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         summary = json.loads((out / "summary.json").read_text())
         table = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
         measured = [float(row["accuracy"]) for row in table if row.get("accuracy")] or [0.0]
-        most, epsilon = _spent(out / "journal")
+        told = json.loads(_call("privacy", "--json", str(out))) or {"devices": []}
     return LiveRow(
         cell=cell.name,
         seed=seed,
@@ -169,8 +167,8 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         versions=summary["versions"],
         updates=summary["updates"],
         refused=sum(summary["refused"].values()),
-        participations=most,
-        epsilon=epsilon,
+        participations=max((device["sums"] for device in told["devices"]), default=0),
+        epsilon=told.get("epsilon"),
         seconds=round(summary["seconds"], 1),
         updates_per_s=round(summary["updates_per_s"], 1),
         replay=f"{verified}; {replayed}",
@@ -189,20 +187,6 @@ def _call(*words: str) -> str:
 def _limit(cell: LiveCell) -> int:
     """The policy's limit on a device's participations."""
     return int(str(cell.sets["private.terms.participations"]))
-
-
-def _spent(journal: Path) -> tuple[int, float | None]:
-    """The participations of the device with most, and its epsilon at DELTA (None: no bound)."""
-    with Replayer(journal) as replayer:
-        rule = replayer.head.strategy
-        for moment in replayer:
-            accounts = moment.step.after.accounts
-    if not accounts:
-        return 0, None
-    policy = PrivateTerms.model_validate(rule["private"]).policy
-    most = max(accounts.values(), key=lambda account: account.squares)
-    found = accounting.epsilon(policy, most.squares, most.sums, DELTA)
-    return most.sums, round(found, 3) if np.isfinite(found) else None
 
 
 # raw results
