@@ -137,8 +137,10 @@ def main(names: Sequence[str]) -> int:
         for name in names or CELLS:
             for cell in CELLS[name]:
                 if seed < cell.seeds and (cell.name, seed) not in there:
-                    _add(_run(cell, seed))
-    _show()
+                    add(_run(cell, seed))
+                    about = json.dumps(described(), indent=1)
+                    (RESULTS / "about.json").write_text(about + "\n")
+    show()
     return 0
 
 
@@ -153,7 +155,7 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         replayed = next(x for x in _call("replay", str(out)).splitlines() if "identical" in x)
         if cell in AUDITS.values():
             sent, unsent = canaries.scores(canaries.released(out / "journal"), _limit(cell))
-            _keep_scores(cell, sent, unsent)
+            keep_scores(cell, sent, unsent)
         summary = json.loads((out / "summary.json").read_text())
         table = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
         measured = [float(row["accuracy"]) for row in table if row.get("accuracy")] or [0.0]
@@ -207,7 +209,7 @@ def _row(line: dict[str, str]) -> LiveRow:
     )
 
 
-def _add(row: LiveRow) -> None:
+def add(row: LiveRow) -> None:
     """Write all rows, in the cells' order."""
     order = [cell.name for cells in CELLS.values() for cell in cells]
     rows = sorted([*_rows(), row], key=lambda one: (order.index(one.cell), one.seed))
@@ -217,7 +219,6 @@ def _add(row: LiveRow) -> None:
         )
         writer.writeheader()
         writer.writerows(asdict(one) for one in rows)
-    (RESULTS / "about.json").write_text(json.dumps(described(), indent=1) + "\n")
 
 
 def _all_scores() -> dict[str, tuple[Scores, Scores]]:
@@ -232,7 +233,7 @@ def _all_scores() -> dict[str, tuple[Scores, Scores]]:
     return {cell: (np.array(sent), np.array(unsent)) for cell, (sent, unsent) in found.items()}
 
 
-def _keep_scores(cell: LiveCell, sent: Scores, unsent: Scores) -> None:
+def keep_scores(cell: LiveCell, sent: Scores, unsent: Scores) -> None:
     text = io.StringIO()
     print("cell,sent,cosine", file=text)
     for name, kinds in {**_all_scores(), cell.name: (sent, unsent)}.items():
@@ -245,7 +246,7 @@ def _keep_scores(cell: LiveCell, sent: Scores, unsent: Scores) -> None:
 # table and picture
 
 
-def _show() -> None:
+def show() -> None:
     """Write the table and the picture of all results so far."""
     rows: dict[str, list[LiveRow]] = {}
     for row in _rows():
