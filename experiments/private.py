@@ -72,14 +72,16 @@ class LiveRow:
     versions: int
     updates: int
     refused: int
+    devices: int
+    """that took part in a private run"""
     participations: int
     """of the device with most"""
     epsilon: float | None
     """of that device at DELTA, by the accountant; None: without bound"""
     seconds: float
     updates_per_s: float
-    replay: str
-    """what `fedstream journal verify` and `fedstream replay` said last"""
+    journal: str
+    """what `fedstream journal verify` and `fedstream replay` said"""
     commit: str
 
 
@@ -169,11 +171,12 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         versions=summary["versions"],
         updates=summary["updates"],
         refused=sum(summary["refused"].values()),
+        devices=len(told["devices"]),
         participations=max((device["sums"] for device in told["devices"]), default=0),
         epsilon=told.get("epsilon"),
         seconds=round(summary["seconds"], 1),
         updates_per_s=round(summary["updates_per_s"], 1),
-        replay=f"{verified}; {replayed}",
+        journal=f"{verified}; {replayed}",
         commit=commit(),
     )
 
@@ -308,7 +311,8 @@ def _audit(rows: dict[str, list[LiveRow]]) -> list[str]:
         estimates = [_estimated(by, sent, unsent) for by in _ESTIMATES]
         cosines = [mean_and_deviation(kind) for kind in (sent, unsent)]
         lines.append([f"{sigma:g}", sent.size, *cosines, *estimates, exact, accountant])
-        titles[sigma] = f"sigma {sigma:g}: epsilon {estimates[1].partition(' ')[0]}, exact {exact}"
+        noise = f"sigma {sigma:g}, epsilon {exact}" if sigma else "no noise"
+        titles[sigma] = f"{noise}: estimated {estimates[1].partition(' ')[0]}"
     columns = ["sigma", "canaries", "cosine if sent", "if not sent", "estimate (95%)"]
     columns += ["with a common deviation", "of Gaussian noise", "accountant"]
     if scores:
@@ -346,11 +350,19 @@ def _draw(scores: dict[float, tuple[Scores, Scores]], titles: dict[float, str]) 
 
 def _crowd(rows: dict[str, list[LiveRow]]) -> list[str]:
     lines = [
-        [row.versions, row.updates, row.seconds, row.updates_per_s, row.refused, row.last]
+        [
+            row.versions,
+            row.devices,
+            row.updates,
+            row.seconds,
+            row.updates_per_s,
+            row.refused,
+            row.last,
+        ]
         for row in rows.get(CROWD.name, [])
     ]
-    columns = ["versions", "updates", "seconds", "updates/s", "refused", "accuracy"]
-    notes = [f"The journal: {row.replay}." for row in rows.get(CROWD.name, [])]
+    columns = ["versions", "devices", "updates", "seconds", "updates/s", "refused", "accuracy"]
+    notes = [f"Journal: {row.journal}." for row in rows.get(CROWD.name, [])]
     return [
         *_table(f"{CROWD.name}: `fedstream run {' '.join(CROWD.words)}`", columns, lines),
         *notes,

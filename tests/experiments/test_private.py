@@ -16,7 +16,7 @@ def test_table_and_picture_are_of_the_kept_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private, "RESULTS", tmp_path)
-    plain = LiveRow("plain", 0, 0.95, 0.97, 0.96, 150, 750, 0, 0, None, 9.0, 83.3, "intact", "c")
+    plain = LiveRow("plain", 0, 0.95, 0.97, 0.96, 150, 750, 0, 0, 0, None, 9.0, 83.3, "intact", "c")
     for seed, lost in enumerate((0.01, 0.03)):
         private.add(replace(plain, cell="private", seed=seed, last=0.95 - lost, participations=31))
         private.add(replace(plain, seed=seed))
