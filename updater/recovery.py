@@ -384,9 +384,11 @@ class Recovery:
             )
         if was.vector_names != now.vector_names:
             raise ConfigError(
-                f"strategy.server: run {self.keys.name!r} keeps the vectors of another optimizer "
-                f"({_listed(was.vector_names)}, not {_listed(now.vector_names)}): name the "
-                "same optimizer again, or use another run.name and journal.dir"
+                f"{'private.buckets' if was.masked else 'strategy.server'}: run "
+                f"{self.keys.name!r} keeps other vectors between versions "
+                f"({_listed(was.vector_names)}, not {_listed(now.vector_names)}): set "
+                f"{'it and strategy.server' if was.masked else 'it'} as before, or use another "
+                "run.name and journal.dir"
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:

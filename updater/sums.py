@@ -8,22 +8,27 @@ synced before the helper is asked, and whichever updater asks again asks for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
+from fedstream.core.records import PrivacyLoss
+from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.private.sealing import EpochKey, Intent, SealedUpdate
 from fedstream.private.settings import PrivateSettings, client_context
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.core.messages import Upload
-    from fedstream.journal.progress import Progress
+    from fedstream.journal.progress import PrivacyAccount, Progress
     from fedstream.runtime.service import Context
     from fedstream.updater.state import RunState
 
@@ -31,6 +36,7 @@ _LOOK_S = 5.0  # between two requests for the helper's key
 _EXPIRE_MS = 600_000  # of the key in Redis, which the updater renews
 _SUSPECT: Final = 3  # dropped batches in a row after which a device is quarantined
 EPOCHS: Final = "Fedstream-Epochs"  # header of the helper's key: the epochs that it can still open
+INTENT: Final = "Fedstream-Intent"  # header of a sum of masks: its intent's digest
 # Refusals that blame the device that the helper names, or the device of the task that it names.
 _BLAMED: Final = frozenset({"signature", "seal", "not in roster", "participation"})
 
@@ -65,11 +71,17 @@ class Sums:
         self._client, self._keys = client, keys
         self._tls = client_context(settings)
         self._epochs: frozenset[str] | None = None  # that the helper can open; None: unknown
+        self._loss: tuple[Mapping[int, PrivacyAccount], PrivacyLoss | None] = {}, None
 
     @property
     def format(self) -> str:
         """The wire format of masked updates and of masks."""
         return f"mask{self._policy.word_bits}"
+
+    @property
+    def least(self) -> int:
+        """The fewest updates in a sum."""
+        return self._policy.min_batch
 
     # checks
 
@@ -82,7 +94,9 @@ class Sums:
             return reasons.SEAL
         if self._epochs is not None and sealed.epoch not in self._epochs:
             return reasons.HELPER_LOST
-        if any(one.device == upload.device for one in progress.held):
+        if any(one.device == upload.device for one in progress.held) or any(
+            upload.device in devices for devices in progress.recent
+        ):
             return reasons.IN_THE_BATCH
         account = progress.accounts.get(upload.device)
         weight = policy.weights[state.version - upload.since]
@@ -99,20 +113,36 @@ class Sums:
             if account.burnt >= _SUSPECT and device not in known
         ]
 
-    def exhausted(self, progress: Progress, devices: int) -> str:
-        """Why no further sum of a run with ``devices`` can be opened; '' if one can."""
-        policy = self._policy
-        least = min(policy.weights) ** 2
-        spent = sum(
-            account.squares + least > policy.allowance for account in progress.accounts.values()
-        )
-        left = devices - spent
-        if left >= policy.min_batch:
+    def loss(self, progress: Progress) -> PrivacyLoss:
+        """What the sums have told so far, and the devices that can take part no more."""
+        accounts, (known, loss) = progress.accounts, self._loss
+        if loss is None or accounts is not known:  # each sum makes new accounts
+            squares = max((one.squares for one in accounts.values()), default=0)
+            sums = max((one.sums for one in accounts.values()), default=0)
+            delta = self._settings.delta
+            loss = PrivacyLoss(
+                progress.state.version,
+                progress.dropped,
+                epsilon(self._policy, squares, sums, delta),
+                delta,
+                self._spent(progress),
+                frozenset(chain.from_iterable(progress.recent)),
+            )
+            self._loss = accounts, loss
+        return loss
+
+    def _spent(self, progress: Progress) -> frozenset[int]:
+        """The devices whose next update, at the largest weight, would exceed the allowance."""
+        most = self._policy.allowance - max(self._policy.weights) ** 2
+        return frozenset(device for device, one in progress.accounts.items() if one.squares > most)
+
+    def exhausted(self, progress: Progress, devices: int, batch: int) -> str:
+        """Why a run with ``devices`` is over; '' if enough of them may take part in turn."""
+        left = devices - len(self._spent(progress))
+        batch *= self._policy.bands  # a device is in one of so many sums in a row
+        if left >= batch:
             return ""
-        return (
-            f"the privacy budget is spent: {left} devices may still take part, a sum needs "
-            f"{policy.min_batch}"
-        )
+        return f"the privacy budget is spent: {left} devices may still take part, sums need {batch}"
 
     # the helper
 
@@ -127,10 +157,15 @@ class Sums:
             policy=self._policy.digest,
             version=state.version,
             updates=tuple(SealedUpdate.decode(one) for one in progress.sealed),
-            weights=tuple(int(one.weight) for one in progress.held),
+            weights=tuple(int(one.weight) for one in progress.in_sum),
         )
-        status, body, about, _ = await self._ask("POST", "/v1/open", intent.encode())
+        status, body, about, headers = await self._ask("POST", "/v1/open", intent.encode())
         if status == 200:
+            if headers.get(INTENT) != intent.digest:  # a proxy mixed answers up
+                raise HelperUnavailable(
+                    f"the helper at {self._url} answered for intent {headers.get(INTENT)}, asked "
+                    f"was {intent.digest}"
+                )
             size = self._policy.word_bits // 8 * self._policy.parameters
             if len(body) != size:
                 raise HelperUnavailable(
@@ -179,7 +214,7 @@ class Sums:
 
     async def _ask(
         self, method: str, route: str, body: bytes | None = None
-    ) -> tuple[int, bytes, dict[str, Any], dict[str, str]]:
+    ) -> tuple[int, bytes, dict[str, Any], Mapping[str, str]]:
         """One request: status, body, the body's JSON object if it is one, and headers."""
         settings = self._settings
         sent = {}
@@ -195,14 +230,13 @@ class Sums:
             ):
                 data = await reply.read()
                 about = await reply.json() if reply.content_type.endswith("json") else {}
-                headers = dict(reply.headers)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise HelperUnavailable(
                 f"the helper at {self._url} can't be asked: {error or type(error).__name__}"
             ) from error
         if reply.status == 401:
             raise ConfigError(f"private.token: the helper at {self._url} refuses it")
-        return reply.status, data, about if isinstance(about, dict) else {}, headers
+        return reply.status, data, about if isinstance(about, dict) else {}, reply.headers
 
 
 def _sealed_in(upload: Upload) -> SealedUpdate | None:

@@ -31,6 +31,7 @@ _COMMANDS = {
         "simulate": "training:simulate",
         "sweep": "sweep:sweep",
         "plugins": "operations:plugins",
+        "agree": "agreement:agree",
     },
     "Inspect a run": {
         "status": "operations:status",
@@ -43,6 +44,7 @@ _COMMANDS = {
         "ui": "runs:ui",
         "compare": "runs:compare",
         "report": "runs:report_run",
+        "privacy": "runs:privacy",
         "track": "runs:track",
         "journal": "journal:app",
         "devices": "devices:app",

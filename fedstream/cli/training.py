@@ -101,6 +101,14 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="continue the unfinished run in --out")
     ] = False,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private",
+            help="show the server only sums of updates: with a privacy policy made from "
+            "private.terms, and a helper as one more process",
+        ),
+    ] = False,
     trust: TrustRecorded = False,
     changed: ChangedRules = False,
     as_json: SummaryAsJson = False,
@@ -155,6 +163,7 @@ def run(
         devices_over_http=over_http,
         port=port,
         resume=resume,
+        private=private,
         changed_rules=changed,
     )
     code, numbers = run_here(request, display.choose(as_json=as_json))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import msgpack
 
@@ -179,6 +180,49 @@ NO_QUARANTINES = Quarantines()
 
 
 @dataclass(frozen=True)
+class PrivacyLoss:
+    """What the sums of a private run have told of its devices so far."""
+
+    opened: int  # sums that made a version
+    dropped: int  # batches that made none
+    epsilon: float  # of the most exposed device; infinite without noise
+    delta: float  # at which epsilon is stated
+    spent: frozenset[int] = frozenset()  # devices that can take part no more
+    recent: frozenset[int] = frozenset()  # devices that sit out, as their last sums are recent
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As plain data. ``epsilon`` is None without noise."""
+        return {
+            "epsilon": self.epsilon if self.epsilon < math.inf else None,
+            "delta": self.delta,
+            "sums_opened": self.opened,
+            "sums_dropped": self.dropped,
+            "devices_spent": len(self.spent),
+        }
+
+    def packed(self) -> bytes:
+        """The form in Redis's head, in which scripts read the devices.
+
+        For each device a bit of ``spent``, the lowest four in the first hexadecimal digit.
+        """
+        bits = sum(1 << device for device in self.spent)
+        devices = {"spent": f"{bits:x}"[::-1], "recent": sorted(self.recent)}
+        data = msgpack.packb({**self.__dict__, **devices})
+        assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
+        return data
+
+    @classmethod
+    @lru_cache(4)  # part of every view, but changes only with a sum
+    def parsed(cls, data: bytes) -> Self:
+        fields = msgpack.unpackb(data)
+        bits = int(fields.pop("spent")[::-1], 16)
+        spent = frozenset(n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
+        recent = frozenset(fields.pop("recent"))
+        return cls(**fields, spent=spent, recent=recent)
+
+
+@dataclass(frozen=True)
 class Head:
     """The newest version, and further state of the updater."""
 
@@ -194,6 +238,21 @@ class Head:
     chunks: int | None = None  # of its blob; None: unstated by an earlier release
     quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
     encoded: Encoded | None = None  # description of an encoded blob; None: the model's own bytes
+    privacy: PrivacyLoss | None = None  # None: no private batch has ended
+
+    @property
+    def spent(self) -> frozenset[int]:
+        """The devices without a privacy budget."""
+        return self.privacy.spent if self.privacy is not None else frozenset()
+
+    @property
+    def recent(self) -> frozenset[int]:
+        """The devices that sit out, as their last sums are recent."""
+        return self.privacy.recent if self.privacy is not None else frozenset()
+
+    def bars(self, device: int) -> bool:
+        """Whether a device's updates are refused."""
+        return device in self.quarantines.by_device or device in self.spent
 
     @property
     def given(self) -> str:
@@ -222,6 +281,7 @@ class Head:
             if "quarantines" in record
             else NO_QUARANTINES,
             encoded=_encoded(record),
+            privacy=PrivacyLoss.parsed(record["privacy"]) if "privacy" in record else None,
         )
 
 
@@ -449,6 +509,7 @@ class Commit:
     finish: str | None = None  # why the run ends with this commit
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before
+    privacy: PrivacyLoss | None = None  # None: unchanged
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from fedstream.settings.services import DEVICES
 from fedstream.terminal import cell, console
 
 if TYPE_CHECKING:
+    from fedstream.core.layout import Layout
     from fedstream.settings.config import Settings
 
 _ROUND_TRIPS = 20
@@ -79,7 +80,20 @@ async def examine(
         findings.append(gateway.silence(settings, user))
         if role is None or gateway.is_gateways(user):
             findings += gateway.here(settings.gateway, now=now())
+    if configured and settings.private.policy is not None:
+        findings += await _private(settings, loaded.layout, role, now())
     return findings + about_task
+
+
+async def _private(
+    settings: Settings, layout: Layout | None, role: str | None, now: float
+) -> list[Finding]:
+    try:
+        from fedstream.doctor import private
+    except ImportError as error:  # or a release of it without HPKE
+        needs = f"needs the package cryptography: pip install 'fedstream[private]' ({error})"
+        return [not_checked("privacy policy", needs)]
+    return await private.findings(settings, layout, role, now)
 
 
 def _elsewhere(role: str, where: str) -> str:

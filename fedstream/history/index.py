@@ -43,7 +43,7 @@ from fedstream.runtime import process
 from fedstream.runtime.process import read_regular
 from fedstream.terminal import adding, progress
 
-_BEGIN = b"fedstream journal index 2\n"
+_BEGIN = b"fedstream journal index 3\n"
 _LENGTH = 8  # bytes
 _FEW = 500  # updates that are not worth writing the whole index again
 
@@ -200,7 +200,7 @@ def _load(journal: Path) -> _Kept | None:
             updates, at = _rows(data, UPDATE, one["updates"], at)
             name, size, changed, cut = one["mark"]
             mark = name, size, changed, cut
-            drops = tuple(map(int, one["drops"]))
+            drops = tuple((int(drop), int(count)) for drop, count in one["drops"])
             parts[mark] = SegmentRows(made, updates, one["finished"], one["damage"], drops)
         return _Kept(_files(about["files"]), parts, Reasons(about["reasons"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -75,6 +75,7 @@ class Facts:
     why: str
     restarts: Mapping[str, int]
     torch: str
+    privacy: Mapping[str, Any] | None = None  # of a private run
 
 
 def default_out(name: str, now: datetime) -> Path:
@@ -175,6 +176,7 @@ def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any
         "wall_seconds": round(facts.ended - facts.started, 3),
         "fedstream": __version__,
         "torch": facts.torch,
+        "privacy": facts.privacy and dict(facts.privacy),
         "python": platform.python_version(),
     }
 

@@ -36,9 +36,11 @@ from fedstream.journal import (
 )
 from fedstream.journal.record_batches import Alike, alike
 from fedstream.journal.record_batches import Path as Keys
-from fedstream.journal.records import is_used
+from fedstream.journal.records import dropped_by, is_used
 
 RowArray: TypeAlias = npt.NDArray[Any]
+# Used updates that were dropped: the number of the first update after, and how many.
+Drop: TypeAlias = tuple[int, int]
 
 MADE = np.dtype(
     [
@@ -166,7 +168,7 @@ class SegmentRows:
     updates: RowArray
     finished: str | None  # why the run is over, if the segment says so
     damage: str | None = None  # what could not be read after these rows
-    drops: tuple[int, ...] = ()  # numbers of updates before which a round was dropped
+    drops: tuple[Drop, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Columns:
     reasons: tuple[str, ...]
     finished: str | None
     damage: tuple[str, ...]
-    drops: tuple[int, ...] = ()  # numbers of updates before which a round was dropped
+    drops: tuple[Drop, ...] = ()
 
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
@@ -210,9 +212,10 @@ class Columns:
         row = np.where(there, row, 0)
         if len(self.made):
             there &= ~self.made["begins"][row]
-        for drop in self.drops:
-            first = int(np.searchsorted(self.made["end"], drop, side="right"))
-            there[int(self.made["end"][first - 1]) if first else 0 : drop] = False
+        used = np.flatnonzero(self.used) if self.drops else np.empty(0, np.int64)
+        for drop, count in self.drops:
+            end = int(np.searchsorted(used, drop))
+            there[used[max(0, end - count) : end]] = False
         return np.where(there, row, NONE)
 
     @cached_property
@@ -291,7 +294,7 @@ class Columns:
         """The columns up to a version. Raises KeyError."""
         place = self._place(version)
         end = int(self.made["end"][place])
-        drops = tuple(one for one in self.drops if one <= end)
+        drops = tuple(one for one in self.drops if one[0] <= end)
         return replace(self, made=self.made[: place + 1], updates=self.updates[:end], drops=drops)
 
     def continues(self, before: Columns) -> bool:
@@ -321,7 +324,11 @@ def joined(
         tuple(reasons),
         parts[-1].finished if parts else None,
         tuple(part.damage for part in parts if part.damage is not None),
-        tuple(at + one for at, part in zip(begins, parts, strict=True) for one in part.drops),
+        tuple(
+            (at + one, count)
+            for at, part in zip(begins, parts, strict=True)
+            for one, count in part.drops
+        ),
     )
 
 
@@ -412,20 +419,19 @@ def _together(
     """All rows of a segment, read in groups. Raises JournalError for any irregular record."""
     made, updates, finished = [begun], [np.empty(0, UPDATE)], segment.standing.finished
     passed = before = 0
-    drops: list[int] = []
+    drops: list[Drop] = []
     for batch in segment.messages(cut):
         count = len(batch.messages)
         rows, taken = np.empty(count, UPDATE), np.zeros(count, bool)
-        makes, over, dropping = np.zeros(count, bool), (-1, finished), list[int]()
+        makes, over, dropping = np.zeros(count, bool), (-1, finished), list[Drop]()
         for group in alike(batch.messages):
             entry, places = group.sample, group.places
             taken[places], makes[places] = isinstance(entry, Taken), entry.digest is not None
             _fill(rows, group, reasons)
-            if isinstance(entry, RoundClosed):
-                dropped = group.numbers.get(("dropped",), np.full(len(places), entry.dropped))
-                dropping += places[dropped > 0].tolist()
-            if isinstance(entry, SumOpened) and entry.digest is None:
-                dropping += places.tolist()
+            if isinstance(entry, RoundClosed) or (isinstance(entry, SumOpened) and entry.reason):
+                name = "dropped" if isinstance(entry, RoundClosed) else "updates"
+                numbers = group.numbers.get((name,), np.full(len(places), dropped_by(entry)))
+                dropping += zip(places.tolist(), numbers.tolist(), strict=True)
             if entry.finished:
                 over = max(over, (int(places[-1]), entry.finished), key=lambda one: one[0])
         rows["segment"], rows["offset"] = 0, batch.offsets
@@ -433,7 +439,8 @@ def _together(
         for name in ("version", "time", "offset"):
             new[name] = rows[name][makes]
         new["end"] = before + np.cumsum(taken)[makes]
-        drops += (before + np.cumsum(taken)[sorted(dropping)]).tolist()
+        ends = (before + np.cumsum(taken)).tolist()
+        drops += [(ends[place], number) for place, number in sorted(dropping) if number]
         made.append(new)
         updates.append(rows[taken])
         before, finished = before + len(updates[-1]), over[1]
@@ -469,14 +476,14 @@ def _one_by_one(
 ) -> SegmentRows:
     made: list[tuple[Any, ...]] = []
     updates: list[tuple[Any, ...]] = []
-    drops: list[int] = []
+    drops: list[Drop] = []
     finished, damage = segment.standing.finished, None
     try:
         for offset, entry in _entries(segment, cut):
             if isinstance(entry, Taken):
                 updates.append(_update(entry, reasons, offset))
-            elif _drops(entry):
-                drops.append(len(updates))
+            elif dropped := dropped_by(entry):
+                drops.append((len(updates), dropped))
             if entry.digest is not None:
                 version, end = whole(entry.version), len(updates)
                 made.append((version, entry.time, end, False, False, 0, 0, offset))
@@ -485,13 +492,6 @@ def _one_by_one(
         damage = str(error)
     rows = np.concatenate([begun, np.array(made, MADE)])
     return SegmentRows(rows, np.array(updates, UPDATE), finished, damage, tuple(drops))
-
-
-def _drops(entry: EntryRecord) -> bool:
-    """Whether a record drops the buffered updates."""
-    if isinstance(entry, SumOpened):
-        return entry.digest is None
-    return isinstance(entry, RoundClosed) and entry.dropped > 0
 
 
 def _entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[int, EntryRecord]]:

@@ -7,7 +7,7 @@ gives the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -33,14 +33,16 @@ class PrivacyAccount:
 
     squares: int = 0  # of its weights, added up
     sums: int = 0  # that were opened with an update of it
-    burnt: int = 0  # the last batches with an update of it that were dropped, in a row
+    burnt: int = 0  # the last opened sums with an update of it that were dropped, in a row
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the sealed updates that are held, and the devices' privacy accounts.
+    Of a private run also the devices' privacy accounts, the number of dropped batches, and the
+    sealed updates of the batch that is not opened yet; the batch's contributions are the last that
+    are held. With correlated noise also the devices of the last opened sums.
     """
 
     state: State
@@ -49,6 +51,13 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+    dropped: int = 0
+    recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
+
+    @property
+    def in_sum(self) -> tuple[Contribution, ...]:
+        """The updates of the private batch that is not opened yet."""
+        return self.held[len(self.held) - len(self.sealed) :]
 
     def with_sizes(self, counted: Counted) -> Progress:
         """Count one more update's sizes for later limits; () counts none."""
@@ -147,8 +156,29 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
     return Step(replace(before, state=state, held=()), made=before.held)
 
 
+def charged(
+    accounts: Mapping[int, PrivacyAccount],
+    batch: Iterable[tuple[int, int]],
+    *,
+    is_opened: bool,
+    is_dropped: bool,
+) -> Mapping[int, PrivacyAccount]:
+    """The accounts after a batch of (device, weight). A sum that is opened counts."""
+    if not is_opened:  # the helper's refusal says nothing of most devices
+        return accounts
+    found = dict(accounts)
+    for device, weight in batch:
+        was = found.get(device, PrivacyAccount())
+        found[device] = PrivacyAccount(
+            squares=was.squares + weight**2,
+            sums=was.sums + 1,
+            burnt=was.burnt + 1 if is_dropped else 0,
+        )
+    return found
+
+
 def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
-    """Make the version of a private batch that is due, or drop the batch.
+    """Open the sum of a private batch that is due, which may make a version, or drop the batch.
 
     ``masks``: of the helper, as 32-bit words in place of the parameters; None: it opened nothing.
     ``refused``: why, in that case.
@@ -160,15 +190,24 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         except SumOutOfRange:
             why = OUT_OF_RANGE
     if why:
-        state = strategy.drop_round(before.state)
-    accounts = dict(before.accounts)
-    for one in before.held:
-        was, weight = accounts.get(one.device, PrivacyAccount()), int(one.weight)
-        if masks is not None:
-            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
-        accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
-    after = replace(before, state=state, held=(), sealed=(), accounts=accounts)
-    return Step(after, made=None if why else before.held, dropped=why)
+        state = strategy.drop_sum(before.state)
+    batch = [(one.device, int(one.weight)) for one in before.in_sum]
+    recent = before.recent
+    if masks is not None and strategy.sits_out:
+        recent = (*recent, tuple(device for device, _ in batch))[-strategy.sits_out :]
+    accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
+    held = before.held[: len(before.held) - len(before.sealed)] if why else before.held
+    made = held if state.version != before.state.version else None
+    after = replace(
+        before,
+        state=state,
+        held=() if made is not None else held,
+        sealed=(),
+        accounts=accounts,
+        dropped=before.dropped + bool(why),
+        recent=recent,
+    )
+    return Step(after, made=made, dropped=why)
 
 
 def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:

@@ -120,10 +120,13 @@ def standing_of(
             "samples": progress.norms.samples,
             "sealed": progress.sealed,
             "closed": memory.closed,
+            "opened": memory.opened,
             "accounts": tuple(
                 (device, one.squares, one.sums, one.burnt)
                 for device, one in sorted(progress.accounts.items())
             ),
+            "dropped": progress.dropped,
+            "recent": progress.recent,
             **more,
         }
     )
@@ -166,7 +169,7 @@ class Rebuild:
                 "model does not match its digest"
             )
         vectors = device_vectors(segment, strategy)
-        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed)
+        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed, said.opened)
         self.progress = Progress(
             State(said.version, model, kept),
             said.held,
@@ -174,6 +177,8 @@ class Rebuild:
             Norms(said.sizes, said.samples),
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
+            said.dropped,
+            said.recent,
         )
         self.strategy = strategy
         self.format = format_in(segment)

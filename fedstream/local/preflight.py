@@ -26,7 +26,7 @@ from fedstream.local.supervisor import HeldPort
 from fedstream.operate.presence import serving
 from fedstream.settings.config import Settings
 from fedstream.settings.dry_step import try_task
-from fedstream.settings.services import check_used, devices_of, task_of
+from fedstream.settings.services import check_private, check_used, devices_of, task_of
 from fedstream.settings.start import first_model
 from fedstream.sinks.settings import named
 
@@ -168,6 +168,8 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
     """
     import torch
 
+    from fedstream.trainer.vector import layout_of
+
     check_used(settings)
     for sink in named(settings.sinks):
         sink.make()  # raises if its package is missing
@@ -175,6 +177,7 @@ def examine(settings: Settings, *, begins: bool = True) -> Subject:
         task = task_of(settings)
         devices = devices_of(settings, task)
         tried = try_task(settings, task, devices, simulated=False)
+        check_private(settings, layout_of(tried.module))
         if begins and settings.run.start is not None:
             first_model(task, settings.run.seed, settings.run.start)
     tested = tried.test_data is not None or settings.evaluator.per_device != "never"

@@ -17,8 +17,10 @@ from fedstream.broker.keys import Keys
 from fedstream.coordinator.rounds import Rounds
 from fedstream.core.errors import ConfigError
 from fedstream.journal import FOLDER
+from fedstream.local import private
 from fedstream.local.supervisor import Program, is_answering
 from fedstream.operate.enrolment import invite
+from fedstream.private.settings import PrivateSettings
 from fedstream.settings.config import Settings
 from fedstream.terminal import counted
 
@@ -84,8 +86,7 @@ class OverHttp:
                     self.url,
                     "--ca",
                     str(self.folder / _CA),
-                    "--key",
-                    str(self.folder / f"device-{device}.pem"),
+                    *self.identity(device, settings.private),
                     "--config",
                     str(config),
                 ),
@@ -95,6 +96,15 @@ class OverHttp:
             )
             for device, text in made.invites.items()
         ]
+
+    def identity(self, device: int, private: PrivateSettings) -> Sequence[str]:
+        """Options for a device's key and the folder of what it remembers."""
+        own = self.folder / f"device-{device}.pem"
+        if private.policy is None or private.owner is None or private.keys is None:
+            return ("--key", str(own))
+        key, kept = Path(private.keys) / f"{device}.pem", own.with_suffix(".state")
+        pinned = ("--policy", private.policy, "--policy-owner", private.owner)
+        return ("--key", str(key), "--dir", str(kept), *pinned)
 
 
 def configured(settings: Settings, count: int, out: Path) -> Settings:
@@ -148,6 +158,7 @@ class RunRequest:
     devices_over_http: int = 0  # instead of trainers; 0: none
     port: int | None = None  # the coordinator's; 0: any free one; None: http.port
     resume: bool = False
+    private: bool = False  # by a policy and a helper of its own
     changed_rules: bool = False  # resume although a rule's source has changed
     redis_within_s: float = 10.0  # time limit for a configured Redis to answer
 
@@ -163,13 +174,20 @@ class RunRequest:
             return f"gateway, {counted(self.devices_over_http, 'device')} over HTTPS"
         return counted(self.trainers, "trainer")
 
+    @property
+    def has_helper(self) -> bool:
+        """Whether the run brings its own helper; a resumed one does if it did before."""
+        return self.private or (self.resume and (self.out / private.PRIVATE).is_dir())
+
     def resolved(self) -> RunRequest:
         """The request with absolute paths, and with the journal in the run's own folder.
 
         The configured journal folder is ignored. Raises ConfigError if devices over HTTPS can't
-        take part.
+        take part, or the run can't be private.
         """
         settings = self.settings.with_absolute_paths()
+        if self.has_helper:
+            settings = private.configured(settings, self.out, resume=self.resume)
         folder = {"dir": str(self.out.absolute() / FOLDER)}
         journal = settings.journal.model_copy(update=folder)
         sinks = tuple(sink.placed(self.out.absolute()) for sink in settings.sinks)

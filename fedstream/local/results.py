@@ -16,6 +16,7 @@ from fedstream.history import report
 from fedstream.history.observer import Observer
 from fedstream.history.timeline import History
 from fedstream.journal import FOLDER
+from fedstream.local import private
 from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
@@ -70,6 +71,7 @@ def facts(
         why=ending.why,
         restarts=restarts,
         torch=subject.torch,
+        privacy=private.facts(settings),
     )
 
 

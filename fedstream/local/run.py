@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Collection, Set
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from fedstream.history.observer import Observer, out_of_space
 from fedstream.history.report import occupied
 from fedstream.history.timeline import History
 from fedstream.journal import JournalError
-from fedstream.local import preflight, results
+from fedstream.local import preflight, private, results
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.launcher import Launcher, new_launcher
 from fedstream.local.picture import Drawn, Painter
 from fedstream.local.preflight import Subject
+from fedstream.local.private import LocalHelper
 from fedstream.local.redis_server import RedisServer
 from fedstream.local.request import DEVICES, GATEWAY, HOST, OverHttp, RunRequest
 from fedstream.local.supervisor import (
@@ -67,6 +69,8 @@ def run(
     ``launcher``: None for a new one, made once the request is checked.
     Raises FedstreamError before anything starts if the run is impossible.
     """
+    from fedstream.trainer.vector import layout_of
+
     preflight.check_folder(request)
     request = request.resolved()
     if request.resume:
@@ -85,6 +89,12 @@ def run(
             launcher = stack.enter_context(new_launcher())
         subject = preflight.examine(request.settings, begins=not request.resume)
         preflight.check_devices(request, subject)
+        helper: LocalHelper | None = None
+        if request.has_helper:
+            held = stack.enter_context(HeldPort((HOST, 0)))
+            helper = LocalHelper((request.out / private.PRIVATE).absolute(), held.number)
+            devices = request.devices_over_http or subject.devices
+            private.check(request.settings, layout_of(subject.module), devices)
         stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
         url = request.settings.redis.url
@@ -98,12 +108,16 @@ def run(
         with report.usable(request.out):
             (request.out / results.LOGS).mkdir(parents=True, exist_ok=True)
             stack.enter_context(occupied(request.out))
+            if helper is not None:
+                layout, settings = layout_of(subject.module), request.settings
+                settings = helper.agreed(settings, layout, subject.devices)
+                request = replace(request, settings=settings)
             run_toml.write(request.settings, request.out, url, private=request.own_redis)
             if over_http is not None:
                 over_http.prepare()
         try:
             live = LocalRun(
-                request, subject, display, url, server, port.number, launcher, over_http
+                request, subject, display, url, server, port.number, launcher, over_http, helper
             )
             return asyncio.run(live.live(stop))
         finally:
@@ -125,10 +139,11 @@ class LocalRun:
         port: int,
         launcher: Launcher,
         over_http: OverHttp | None = None,
+        helper: LocalHelper | None = None,
     ) -> None:
         """``server``: the run's own Redis, if it has one. ``port``: the coordinator's.
 
-        ``over_http``: the devices that replace the trainers.
+        ``over_http``: the devices that replace the trainers. ``helper``: of a private run.
         """
         settings = request.settings
         self._request = request
@@ -149,6 +164,8 @@ class LocalRun:
         services = programs(
             settings, request.trainers, config, port, changed_rules=request.changed_rules
         )
+        if helper is not None:
+            services.insert(0, helper.program(settings.helper.drain_s))
         self._later = list[Program]()  # started once devices over HTTPS are there
         if over_http is not None:
             self._later = [one for one in services if one.role == "scheduler"]
@@ -451,9 +468,11 @@ def _header(
         "task": f"{settings.task.name}, {subject.devices} devices",
         "model": described(settings, subject.module),
         "strategy": settings.strategy.name,
+        **private.described(settings),
         "services": "coordinator, scheduler, updater, evaluator, "
         + request.who_trains
-        + (", sinks" if settings.sinks else ""),
+        + (", sinks" if settings.sinks else "")
+        + (", helper" if request.has_helper else ""),
         **({"gateway": over_http.url} if over_http else {}),
         "Redis": f"{redis}{whose}",
         "watch": f"fedstream top --config {request.out / CONFIG}",

@@ -108,6 +108,7 @@ STOP_ORDER = (
     "gateway",
     "coordinator",
     "updater",
+    "helper",
     "evaluator",
     "sinks",
 )
@@ -423,6 +424,7 @@ def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) 
         "FEDSTREAM_REDIS__PASSWORD": redis.password,
         "FEDSTREAM_HTTP__TOKEN": settings.http.token,
         "FEDSTREAM_GATEWAY__SECRET": settings.gateway.secret,
+        "FEDSTREAM_PRIVATE__TOKEN": settings.private.token,
         "FEDSTREAM_PAGE__OPERATOR_TOKEN": settings.page.operator_token,
         "FEDSTREAM_PAGE__OPERATOR_PASSWORD": settings.page.operator_password,
     }

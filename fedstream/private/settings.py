@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -28,11 +28,29 @@ class PolicyTerms(Section):
     ) * 20  # by staleness
     sigma: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     participations: Annotated[int, Field(ge=1)] = 1_000_000
+    bands: Annotated[int, Field(ge=1)] = 1
     word_bits: WordBits = 32
     kem: KemName = "x25519"
+    image: Annotated[str, Field(max_length=200)] = ""  # the helper's, by digest
 
 
-class PrivateSettings(Section):
+class Buckets(Section):
+    """How a private version's updates are split into sums, and what is made of these."""
+
+    buckets: Annotated[int, Field(ge=1, le=100)] = 1  # sums in a version
+    over: Literal["mean", "median", "geometric median"] = "mean"  # the buckets' means
+
+    @model_validator(mode="after")
+    def _resists(self) -> Self:
+        if self.over != "mean" and self.buckets < 3:
+            raise ValueError(
+                f"private.over = {self.over!r} is the mean with private.buckets = {self.buckets}: "
+                "set private.buckets to at least 3"
+            )
+        return self
+
+
+class PrivateSettings(Buckets):
     """The table ``[private]``: the policy, and what each service needs to keep to it."""
 
     policy: str | None = None  # file: the policy, signed by the helper's owner; None: not private
@@ -40,7 +58,7 @@ class PrivateSettings(Section):
     owner: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     # Updater: the helper.
     helper: str | None = None  # its URL
-    token: SecretStr | None = None  # the helper's http.token
+    token: Annotated[SecretStr | None, Field(exclude=True)] = None  # the helper's http.token
     ca: str | None = None  # PEM: authorities for the helper's certificate; None: the system's
     tls_cert: str | None = None  # PEM: the certificate that the helper asks for
     tls_key: str | None = None
@@ -48,7 +66,7 @@ class PrivateSettings(Section):
     # Trainers: the folder with the private keys of their devices, DEVICE.pem.
     keys: str | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # at which epsilon is stated
-    terms: PolicyTerms = PolicyTerms()  # of the policy that `fedstream run --private` makes
+    terms: PolicyTerms = PolicyTerms()  # of a policy that fedstream makes
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

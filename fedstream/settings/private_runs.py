@@ -14,6 +14,7 @@ from fedstream.trainer.schedules import ConstantRate
 from fedstream.trainer.solvers import Solvers
 
 if TYPE_CHECKING:
+    from fedstream.private.policy import PrivacyPolicy
     from fedstream.settings.config import Settings
     from fedstream.strategies import Strategy
 
@@ -40,13 +41,14 @@ def refusal(settings: Settings) -> str:
             "gateway.flower_app in a private run (private.policy): Flower's supernodes don't mask "
             "updates: leave it out; devices that run `fedstream device` do"
         )
-    if settings.strategy.by_steps:
-        return _unequal_steps(settings)
+    if settings.strategy.by_steps and (why := _unequal_steps(settings)):
+        name = settings.strategy.name
+        return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
     return ""
 
 
 def _unequal_steps(settings: Settings) -> str:
-    """Why a sum of updates can't be divided by one gamma H; '' if it can."""
+    """The setting by which gamma H is not one for all devices, and what to do; '' for none."""
     steps, usual = settings.scheduler.steps, settings.solver
     solvers = (usual, *Solvers(usual, settings.solvers).others.values())
     if not isinstance(steps, FixedSteps):
@@ -60,24 +62,28 @@ def _unequal_steps(settings: Settings) -> str:
     elif any(solver.lr_scheduler is not None for solver in solvers):
         why = "solver.lr_scheduler changes the learning rate: leave it out"
     else:
-        return ""
-    name = settings.strategy.name
-    return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
+        why = ""
+    return why
 
 
 def private_rule(settings: Settings, rule: Strategy) -> Strategy:
     """``rule``, or its private form if the settings name a policy. Raises ConfigError."""
-    if settings.private.policy is None:
-        return rule
     try:
-        from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+        policy = settings.private.read()
     except ImportError as error:  # or a release of it without HPKE
         raise ConfigError(
             "private.policy needs the package cryptography: pip install 'fedstream[private]'"
         ) from error
-    policy = settings.private.read()
-    assert policy is not None  # noqa: S101  (there is one)
-    steps, per = settings.scheduler.steps, 1.0
-    if rule.by_steps and isinstance(steps, FixedSteps):  # else refused
+    return rule if policy is None else private_form(settings, rule, policy)
+
+
+def private_form(settings: Settings, rule: Strategy, policy: PrivacyPolicy) -> Strategy:
+    """The rule on sums under a policy. Raises ConfigError if it has no such form."""
+    from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+
+    steps, per = settings.scheduler.steps, None
+    if isinstance(steps, FixedSteps) and not _unequal_steps(settings):
         per = settings.solver.lr * steps.n
-    return PrivateSums.of(rule, PrivateTerms(policy=policy, per=per))
+    mine = settings.private
+    terms = PrivateTerms(policy=policy, per=per, buckets=mine.buckets, over=mine.over)
+    return PrivateSums.of(rule, terms)

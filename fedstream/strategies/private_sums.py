@@ -8,23 +8,29 @@ the rule that it wraps step along
     sum w_i (x_new_i - x_tau_i) / (w K),    w: the policy's largest weight, K: the rule's constant
 
 also if fewer than K updates came. So how far a device moves the model never depends on the others.
+
+With B buckets, a version is made of B sums of K / B updates. The first B - 1 openings keep their
+bucket's sum in the rule's vectors; the last one steps along what a rule that resists outliers
+(:mod:`fedstream.strategies.robust`) makes of the B means. A bucket that was dropped is missing, and
+collected again.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field, model_serializer
 
 from fedstream.core.errors import ConfigError
-from fedstream.core.layout import Layout, Model
+from fedstream.core.layout import Floats, Layout, Model
 from fedstream.core.messages import Sends
 from fedstream.core.words import MaskWords
 from fedstream.private import masks
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.runtime.config import Section
+from fedstream.private.settings import Buckets
+from fedstream.strategies import robust
 from fedstream.strategies.afa import AfaCdSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedavg import FedAvgSettings
@@ -33,12 +39,12 @@ from fedstream.strategies.staleness import Constant
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 
 
-class PrivateTerms(Section):
+class PrivateTerms(Buckets):
     """What makes a recorded rule private."""
 
     policy: PrivacyPolicy
-    # gamma H, by which AFA-CD divides an update; 1 for other rules.
-    per: float = Field(default=1.0, gt=0)
+    # gamma H of every update, by which AFA-CD divides; None: unknown, or not the same for all.
+    per: Annotated[float, Field(gt=0)] | None = None
 
 
 class PrivateSums(Strategy):
@@ -54,7 +60,7 @@ class PrivateSums(Strategy):
     def of(cls, rule: Strategy, terms: PrivateTerms) -> PrivateSums:
         """The private form of a rule. Raises ConfigError if it has none."""
         policy = terms.policy
-        if why := _unfit(rule, policy):
+        if why := _unfit(rule, terms):
             raise ConfigError(f"strategy.name = {rule.name!r} in a private run: {why}")
         limit = len(policy.weights) - 1
         if rule.max_staleness is not None:
@@ -77,9 +83,19 @@ class PrivateSums(Strategy):
         return self.terms.policy.text.decode()
 
     @property
+    def sits_out(self) -> int:
+        """The sums whose noise is correlated with that of a device's own."""
+        return self.terms.policy.bands - 1
+
+    @property
     def batch(self) -> int:
-        """K, the updates in a sum."""
+        """K, the updates in a version."""
         return self.rule.batch
+
+    @property
+    def in_a_sum(self) -> int:
+        """K / B, the updates in a sum."""
+        return self.rule.batch // self.terms.buckets
 
     @property
     def rate(self) -> float:
@@ -88,8 +104,43 @@ class PrivateSums(Strategy):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The vectors that the rule keeps between versions."""
-        return self.rule.vector_names
+        """The vectors that the rule keeps between versions, and the sums of opened buckets."""
+        return (*self.rule.vector_names, *self.kept_names)
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """The names of the vectors with the sums of the buckets before the last."""
+        return tuple(f"bucket {number}" for number in range(1, self.terms.buckets))
+
+    def replaced(self, rule: Strategy, over: str | None = None) -> PrivateSums:
+        """Another rule on the sums that this one opens, of the same updates in each.
+
+        ``over``: what to make of the buckets' means; None: the same. Raises ConfigError.
+        """
+        key = rule.batch_key
+        for name, recorded in (("max_staleness", self.rule.max_staleness), (key, self.batch)):
+            if name in rule.model_fields_set and getattr(rule, name) != recorded:
+                raise ConfigError(
+                    f"strategy.{name} = {getattr(rule, name)}: it was "
+                    f"{'not set' if recorded is None else recorded} in this private run, and no "
+                    "update can be added to an opened sum or taken out of it: leave the key out"
+                )
+        if key in type(rule).model_fields:
+            rule = rule.model_copy(update={key: self.batch})
+        terms = self.terms.model_copy(update={"over": over or self.terms.over})
+        return PrivateSums.of(rule, terms).model_copy(update={"max_staleness": self.max_staleness})
+
+    def taken_over(self, memory: Memory, was: Strategy) -> Memory:
+        """The same memory, without another rule's vectors: sums don't depend on the rule."""
+        alike = isinstance(was, PrivateSums) and type(self.rule) is type(was.rule)
+        if memory.devices is None or (alike and self.vector_names == was.vector_names):
+            return memory
+        vectors = None
+        if memory.opened:
+            vectors = self.vectors(memory.devices[self.kept_names[0]].size)
+            for name in self.kept_names[: memory.opened]:
+                vectors.write(name)[:] = memory.devices[name]
+        return replace(memory, devices=vectors)
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The policy's weight for the staleness."""
@@ -113,32 +164,57 @@ class PrivateSums(Strategy):
         return State(state.version, state.model, grown), Decision("buffered", weight, d)
 
     def end_round(self, state: State) -> State:
-        """Close the batch, so that its sum is due; without updates there is none."""
-        if not state.memory.arrivals:
-            return state
-        return replace(state, memory=replace(state.memory, closed=True))
+        """Close the batch, so that its sum is due.
+
+        Without updates in it, make the version of the buckets that were opened, if any.
+        """
+        if state.memory.arrivals:
+            return replace(state, memory=replace(state.memory, closed=True))
+        return self._step(state, Model(state.model.layout), []) if state.memory.opened else state
 
     def is_due(self, state: State) -> bool:
         """Whether the batch is complete, so that its sum can be opened."""
-        return state.memory.closed or state.memory.arrivals >= self.batch
+        return state.memory.closed or state.memory.arrivals >= self.in_a_sum
 
     def open(self, state: State, opened: Model) -> State:
-        """Make the version of an opened sum. ``opened``: the helper's masks, as 32-bit words.
+        """Open the batch's sum; the last bucket's makes the version.
 
-        Raises SumOutOfRange if the sum can't be that of honest devices' updates.
+        ``opened``: the helper's masks, as 32-bit words. Raises SumOutOfRange, and changes nothing,
+        if the sum can't be that of honest devices' updates.
         """
         memory, policy = state.memory, self.terms.policy
         total = Batch.total(state)
         found = masks.unmasked(words_of(total), words_of(opened), policy)
         masks.check_range(found, int(memory.weight), policy)
-        scale = max(policy.weights) * self.terms.per
-        total.parameters[:] = masks.in_model_units(found, scale, policy)
-        full = Memory(total, self.batch, devices=memory.devices)
+        scale = float(max(policy.weights))
+        if self.rule.by_steps and self.terms.per is not None:
+            scale *= self.terms.per
+        mine = masks.in_model_units(found, scale, policy)
+        if memory.closed or memory.opened + 1 == self.terms.buckets:
+            return self._step(state, total, [mine])
+        vectors = memory.devices or self.vectors(mine.size)
+        vectors.write(self.kept_names[memory.opened])[:] = mine
+        return replace(state, memory=Memory(devices=vectors, opened=memory.opened + 1))
+
+    def drop_sum(self, state: State) -> State:
+        """Drop the batch that is due, but no bucket that was opened."""
+        memory = state.memory
+        left = replace(state, memory=Memory(devices=memory.devices, opened=memory.opened))
+        return self.end_round(left) if memory.closed else left
+
+    def _step(self, state: State, into: Model, last: list[Floats]) -> State:
+        """Make a version of the opened buckets' sums, and ``last``, by the rule."""
+        memory, x = state.memory, state.model.parameters
+        vectors = memory.devices
+        if vectors is None and self.vector_names:
+            vectors = self.vectors(x.size)
+        kept = [] if vectors is None else [vectors[one] for one in self.kept_names[: memory.opened]]
+        robust.RULES[self.terms.over]([*kept, *last], into.parameters)
+        full = Memory(into, self.in_a_sum, devices=vectors)
         if isinstance(self.rule, Batch):
             return self.rule.step(State(state.version, state.model, full), None)
-        x = state.model.parameters
-        add(x, total.parameters, 1.0 / self.batch, into=total.parameters)
-        return State(state.version + 1, total)
+        add(x, into.parameters, 1.0 / self.in_a_sum, into=into.parameters)
+        return State(state.version + 1, into, Memory(devices=vectors))
 
 
 def words_of(model: Model) -> MaskWords:
@@ -162,10 +238,14 @@ def check_layout(layout: Layout, policy: PrivacyPolicy) -> None:
         )
 
 
-def _unfit(rule: Strategy, policy: PrivacyPolicy) -> str:
+def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
     """Why a rule has no private form; '' if it has one."""
+    policy, n = terms.policy, terms.buckets
     if type(rule) not in (FedBuffSettings, FedAvgSettings, AfaCdSettings):
-        return "its server must see each update alone; fedbuff, fedavg and afa-cd work on sums"
+        return (
+            "it needs each update alone, and a private run opens sums only; fedbuff, fedavg and "
+            "afa-cd work on sums"
+        )
     if isinstance(rule, FedBuffSettings) and not isinstance(rule.staleness, Constant):
         return (
             "strategy.staleness weighs each update: leave it out, the privacy policy has weights "
@@ -173,9 +253,15 @@ def _unfit(rule: Strategy, policy: PrivacyPolicy) -> str:
         )
     if isinstance(rule, FedAvgSettings) and rule.weighting != "uniform":
         return "strategy.weighting = 'samples' would tell each device's samples: use 'uniform'"
-    if not policy.min_batch <= rule.batch <= policy.max_batch:
+    if rule.by_steps and terms.per is None:
+        return "it divides by gamma H, which is not known to be the same for all devices"
+    key = f"strategy.{rule.batch_key} = {rule.batch}"
+    if rule.batch % n:
+        return f"{key} updates can't be split into private.buckets = {n} of one size"
+    if not policy.min_batch <= rule.batch // n <= policy.max_batch:
+        each = f" in {n} buckets (private.buckets) of {rule.batch // n}" if n > 1 else ""
         return (
-            f"strategy.{rule.batch_key} = {rule.batch}, but the privacy policy opens sums of "
-            f"{policy.min_batch} to {policy.max_batch} updates"
+            f"{key}{each}, but the privacy policy opens sums of {policy.min_batch} to "
+            f"{policy.max_batch} updates"
         )
     return ""

@@ -37,10 +37,12 @@ class Run:
         self.seeds: list[tuple[bytes, int]] = []
         self.rng = np.random.default_rng(3)
 
-    def takes(self, tau: int = 0) -> np.ndarray:
-        """A device's update, as the server must not see it."""
-        delta = self.rng.standard_normal(SIZE).astype(np.float32) / 10
-        values, seed = rounded(delta, self.policy, self.rng), os.urandom(32)
+    def takes(self, tau: int = 0, values: np.ndarray | None = None) -> np.ndarray:
+        """A device's update, as the server must not see it; ``values``: in place of drawn ones."""
+        if values is None:
+            delta = self.rng.standard_normal(SIZE).astype(np.float32) / 10
+            values = rounded(delta, self.policy, self.rng)
+        seed = os.urandom(32)
         sent = Model(self.layout)
         words_of(sent)[:] = masked(values, seed)
         update = Update(sent, tau, 0, samples=0, steps=0, lr=LR)

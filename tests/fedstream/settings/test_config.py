@@ -86,6 +86,7 @@ TEXTS = {
     "helper.owner",
     "private.owner",
     "private.helper",
+    "private.terms.image",
     "trainer.site",
     "wire.update",
     "wire.model",
