@@ -183,11 +183,12 @@ NO_QUARANTINES = Quarantines()
 class PrivacyLoss:
     """What the sums of a private run have told of its devices so far."""
 
-    opened: int  # sums that made a version
-    dropped: int  # batches that made none
+    opened: int  # sums, whether or not they were of use
+    dropped: int  # batches that were of no use
     epsilon: float  # of the most exposed device; infinite without noise
     delta: float  # at which epsilon is stated
     spent: frozenset[int] = frozenset()  # devices that can take part no more
+    recent: frozenset[int] = frozenset()  # devices that sit out, as their last sums are recent
 
     @property
     def about(self) -> dict[str, Any]:
@@ -203,10 +204,11 @@ class PrivacyLoss:
     def packed(self) -> bytes:
         """The form in Redis's head, in which scripts read the devices.
 
-        A bit for each device, the lowest four in the first hexadecimal digit.
+        For each device a bit of ``spent``, the lowest four in the first hexadecimal digit.
         """
         bits = sum(1 << device for device in self.spent)
-        data = msgpack.packb({**self.__dict__, "spent": f"{bits:x}"[::-1]})
+        devices = {"spent": f"{bits:x}"[::-1], "recent": sorted(self.recent)}
+        data = msgpack.packb({**self.__dict__, **devices})
         assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
         return data
 
@@ -216,7 +218,8 @@ class PrivacyLoss:
         fields = msgpack.unpackb(data)
         bits = int(fields.pop("spent")[::-1], 16)
         spent = frozenset(n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
-        return cls(**fields, spent=spent)
+        recent = frozenset(fields.pop("recent"))
+        return cls(**fields, spent=spent, recent=recent)
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,11 @@ class Head:
     def spent(self) -> frozenset[int]:
         """The devices without a privacy budget."""
         return self.privacy.spent if self.privacy is not None else frozenset()
+
+    @property
+    def recent(self) -> frozenset[int]:
+        """The devices that sit out, as their last sums are recent."""
+        return self.privacy.recent if self.privacy is not None else frozenset()
 
     def bars(self, device: int) -> bool:
         """Whether a device's updates are refused."""

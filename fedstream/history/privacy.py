@@ -52,9 +52,9 @@ class PrivacyStatement:
     devices: int
     policy: PrivacyPolicy
     delta: float
-    opened: int  # sums that the server has, whether or not they made a version
+    opened: int  # sums that the server has, whether or not they were of use
     versions: int
-    dropped: Mapping[str, int]  # batches that made no version, by reason
+    dropped: Mapping[str, int]  # batches that were of no use, by reason
     accounts: Mapping[int, PrivacyAccount]
     is_whole: bool  # False: sums before an adopted model may be missing
 
@@ -278,25 +278,27 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
     dropped: Counter[str] = Counter()
     if first.dropped:
         dropped["before the oldest segment"] = first.dropped
-    held = [(one.device, int(one.weight)) for one in first.held]
-    found = first.version
+    batch = [
+        (one.device, int(one.weight)) for one in first.held[len(first.held) - len(first.sealed) :]
+    ]
+    found = first.sums
     for segment, cut in cuts(chain):
         versions = segment.standing.version
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and entry.outcome == "buffered":
-                held.append((entry.upload.device, int(entry.weight)))
+                batch.append((entry.upload.device, int(entry.weight)))
             elif isinstance(entry, SumOpened):
                 is_opened = entry.masks is not None
                 accounts = charged(
-                    accounts, held, is_opened=is_opened, is_dropped=bool(entry.reason)
+                    accounts, batch, is_opened=is_opened, is_dropped=bool(entry.reason)
                 )
                 found += is_opened
                 if entry.reason:
                     dropped[entry.reason] += 1
-                held.clear()
+                batch.clear()
             elif isinstance(entry, RoundClosed) and entry.dropped:
                 dropped["too few answers"] += 1
-                held.clear()
+                batch.clear()
             versions = entry.version
     return PrivacyStatement(
         run=head.run,

@@ -244,6 +244,21 @@ async def test_no_device_rests_for_longer_because_the_clock_of_redis_went_back(
     assert 3 in mirror.devices
 
 
+async def test_device_of_a_recent_sum_is_not_asked(hand: Hand) -> None:
+    """While the noise of later sums takes back that of its own."""
+    await hand.create()
+    tally, changes = await hand.ledger.changes()
+    loss = PrivacyLoss(1, 0, 1.0, 1e-5, spent=frozenset({9}), recent=frozenset({3}))
+    assert PrivacyLoss.parsed(loss.packed()) == loss
+    mirror = Mirror(Participation(FixedSteps()))
+    mirror.follow(replace(tally, head=replace(tally.head, privacy=loss)), changes, tally.now)
+    assert 3 in mirror.devices
+    assert 3 not in mirror.idle
+    nothing = replace(changes, all_tasks=False, tasks={}, all_devices=False)
+    mirror.follow(tally, nothing, tally.now)
+    assert 3 in mirror.idle
+
+
 @pytest.mark.parametrize("policy", ["", "a policy"])
 async def test_device_in_a_private_batch_is_not_asked(hand: Hand, policy: str) -> None:
     """But it counts among the devices of a round; after the batch it is asked again."""
