@@ -100,7 +100,7 @@ class PrivacyStatement:
             "strategy": self.strategy,
             "policy": policy.model_dump(mode="json") | {"digest": policy.digest},
             "norm_bound": policy.norm_bound,
-            "noise_sigma": policy.noise_sigma,
+            "noise_sigma": policy.sum_sigma,
             "unit": "device of the roster",
             "adjacency": "zero-out",
             "accountant": "zCDP, converted (Canonne, Kamath and Steinke 2020)",
@@ -177,9 +177,10 @@ class PrivacyStatement:
         policy = self.policy
         if not policy.sigma:
             return "none"
+        kind = f"correlated over {policy.bands} sums" if policy.bands > 1 else "independent"
         return (
-            f"sigma {policy.sigma:g}, in units {policy.noise_sigma:,.0f} (discrete Gaussian); "
-            f"{policy.participations:,} participations"
+            f"sigma {policy.sigma:g}, in units {policy.sum_sigma:,.0f} (discrete Gaussian, {kind})"
+            f"; {policy.participations:,} participations"
         )
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -203,7 +204,7 @@ class PrivacyStatement:
         yield (
             "epsilon",
             (
-                f"{worst.epsilon:.3f} at delta {self.delta:g}, of the most exposed device (rho "
+                f"{_or_unbounded(worst.epsilon)} at delta {self.delta:g}, of the most exposed device (rho "
                 f"{worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
                 "continuous noise"
             ),
@@ -212,7 +213,7 @@ class PrivacyStatement:
         yield (
             "budget",
             (
-                f"the policy ends at {self.limit:.3f}; {counted(none_left, 'device')} of "
+                f"epsilon {_or_unbounded(self.limit)} at most by the policy; {counted(none_left, 'device')} of "
                 f"{self.devices:,} may take no more part"
             ),
         )
@@ -317,6 +318,10 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _or_unbounded(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "without a bound"
 
 
 def _weights(policy: PrivacyPolicy) -> str:
