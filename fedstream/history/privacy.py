@@ -204,8 +204,8 @@ class PrivacyStatement:
         yield (
             "epsilon",
             (
-                f"{_or_unbounded(worst.epsilon)} at delta {self.delta:g}, of the most exposed device (rho "
-                f"{worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
+                f"{_or_unbounded(worst.epsilon)} at delta {self.delta:g}, of the most exposed "
+                f"device (rho {worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
                 "continuous noise"
             ),
         )
@@ -213,8 +213,8 @@ class PrivacyStatement:
         yield (
             "budget",
             (
-                f"epsilon {_or_unbounded(self.limit)} at most by the policy; {counted(none_left, 'device')} of "
-                f"{self.devices:,} may take no more part"
+                f"epsilon {_or_unbounded(self.limit)} at most by the policy; "
+                f"{counted(none_left, 'device')} of {self.devices:,} may take no more part"
             ),
         )
 
