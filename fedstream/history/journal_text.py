@@ -296,7 +296,7 @@ def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded | SumOpened) -
     """Cells of a record that is of no update."""
     if isinstance(entry, SumOpened):
         if entry.reason:
-            return {"outcome": "dropped", "reason": f"sum of {entry.updates}: {entry.reason}"}
+            return {"outcome": "dropped", "reason": entry.reason}
         what = "sum" if entry.digest else "bucket"
         return {"outcome": "opened", "reason": f"{what} of {entry.updates}"}
     if isinstance(entry, EvaluationEnded):
