@@ -357,10 +357,12 @@ def facts(
     }
     if isinstance(message, Standing):
         head = segment.head.model_dump(exclude={"layout", "needs", "time"})
-        return about | head | message.model_dump(exclude={"done", "held", "made", "counts"})
+        return (
+            about | head | message.model_dump(exclude={"done", "held", "sealed", "made", "counts"})
+        )
     if not isinstance(message, Taken):
         return about | message.model_dump(exclude={"counts"})
-    upload = message.upload.model_dump(exclude={"layout", "chunks"})
+    upload = message.upload.model_dump(exclude={"layout", "chunks", "sealed"})
     upload["update_digest"] = upload.pop("digest")
     sent, distance = measured
     if sent is not None:

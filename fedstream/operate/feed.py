@@ -117,8 +117,8 @@ class Feeder:
             raise JournalError(f"{folder}: there is no journal")
         if self._chain[-1].head.masked:
             raise NotRecorded(
-                f"{folder}: the updates of this private run are sealed for it alone, and its helper "
-                "opens none twice, so no other run can take them: replay it without --redis"
+                f"{folder}: the updates of this private run are sealed for it alone, and its "
+                "helper opens none twice, so no other run can take them: replay it without --redis"
             )
         self._pace = _Pace(speed)
         self._keys = keys

@@ -16,6 +16,7 @@ from fedstream.history.index import columns_of, index_of
 from fedstream.history.models import JournalModels
 from fedstream.history.record import open_run
 from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.ui.templating import LACKING
 from fedstream.journal import NotRecorded, opened
 from fedstream.journal.errors import ONLY_SUMS
 from fedstream.journal.inspection import divergence, model_at, recorded_versions
@@ -140,7 +141,8 @@ async def test_pages_have_no_number_of_masked_words(run: Path) -> None:
 
         for path in ("/updates", "/versions/2", "/versions/2?to=1"):
             shown = np.array(await cells(path)).reshape(-1, _COLUMNS)
-            assert set(shown[:, 6]) | set(shown[:, 7]) == {"distance alone", "loss", "–"}
+            assert set(shown[:, 6]) == {"distance alone", LACKING}
+            assert set(shown[:, 7]) == {"loss", LACKING}
         shown_of_devices = {one.partition(" ")[0] for one in await cells("/devices")}
         assert not {"norm", "distance", "cosine", "loss"} & shown_of_devices
         for path in ("/overview", "/devices/0"):

@@ -191,5 +191,5 @@ async def test_foreign_task_ends_the_feeding(
 
 def test_private_updates_are_for_one_run(redis: RedisSettings, keys: Keys, tmp_path: Path) -> None:
     private_run(tmp_path)
-    with pytest.raises(FedstreamError, match="sealed for it alone, .* replay it without --redis"):
+    with pytest.raises(FedstreamError, match=r"sealed for it alone, .* without --redis"):
         Feeder(redis, keys, tmp_path, 1.0)
