@@ -22,9 +22,10 @@ class Mirror:
     def __init__(self, participation: Participation) -> None:
         self._participation = participation
         self.tasks = OpenTasks()
-        # Served by a trainer, and neither in quarantine nor resting after failures.
+        # Served by a trainer, and neither in quarantine, without a privacy budget, nor resting
+        # after failures.
         self.devices = DeviceSet(0)
-        self.idle = DeviceSet(0)  # the available devices without a task
+        self.idle = DeviceSet(0)  # the available devices that may be asked now
         self.failing: dict[int, Failing] = {}  # only devices that failed repeatedly
         self.begin_to_fail: list[int] = []  # since the previous look
         self.work_again: list[int] = []
@@ -34,6 +35,9 @@ class Mirror:
         self._serves_all = False  # whether unowned devices are served, too
         self._limit = 0  # the run's devices
         self._quarantines = NO_QUARANTINES
+        self._spent = frozenset[int]()  # devices without a privacy budget
+        # Devices with an update in the batch of a private run, which takes one from each.
+        self._in_batch = frozenset[int]()
         self._resting: dict[int, float] = {}  # device -> end of its rest, seconds since 1970
         self._ends: list[tuple[float, int]] = []  # heap of ends of rests, outdated ones included
         self._now = 0.0  # time of the previous look
@@ -60,6 +64,10 @@ class Mirror:
         if barred is not before:
             changed |= barred.by_device.keys() ^ before.by_device.keys()
             self._quarantines = barred
+        spent = tally.head.spent
+        in_batch = frozenset(tally.head.held if tally.run.policy else ())
+        changed |= (spent ^ self._spent) | (in_batch ^ self._in_batch)
+        self._spent, self._in_batch = spent, in_batch
         serves_all = tally.pool or not self._owned
         if (serves_all, tally.run.devices) != (self._serves_all, self._limit):
             self._serves_all, self._limit = serves_all, tally.run.devices
@@ -113,25 +121,27 @@ class Mirror:
         return changed
 
     def _begin_anew(self) -> None:
-        barred = self._quarantines.by_device.keys() | self._resting.keys()
+        barred = self._quarantines.by_device.keys() | self._spent | self._resting.keys()
         served = range(self._limit) if self._serves_all else self._owned
         self.devices = DeviceSet(self._limit, (d for d in served if d not in barred))
-        at_work = self.tasks.at_work
-        idle = (device for device in self.devices if device not in at_work)
+        idle = (device for device in self.devices if self._is_free(device))
         self.idle = DeviceSet(self._limit, idle, self._participation.shares(self._limit))
 
     def _settle(self, device: int) -> None:
         """Put a device into the sets that it belongs to."""
         is_served = self._serves_all or device in self._owned
-        is_barred = device in self._quarantines.by_device or device in self._resting
-        if is_served and not is_barred:
+        is_barred = device in self._quarantines.by_device or device in self._spent
+        if is_served and not is_barred and device not in self._resting:
             self.devices.add(device)
         else:
             self.devices.discard(device)
-        if device in self.devices and device not in self.tasks.at_work:
+        if device in self.devices and self._is_free(device):
             self.idle.add(device)
         else:
             self.idle.discard(device)
+
+    def _is_free(self, device: int) -> bool:
+        return device not in self.tasks.at_work and device not in self._in_batch
 
 
 def opened_at(trigger: Trigger, now: float) -> float:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
@@ -24,7 +25,7 @@ from fedstream.core.errors import BlobDamaged, BlobMissing
 from fedstream.core.formats import Format
 from fedstream.core.layout import Layout, Model, Payload, Unshared, vector_of
 from fedstream.core.messages import Version
-from fedstream.core.records import Commit, Head, ended, head_of
+from fedstream.core.records import Commit, Head, PrivacyLoss, ended, head_of
 from fedstream.journal import RoundClosed, SumOpened
 from fedstream.journal.progress import Progress
 from fedstream.journal.recorder import Recorder
@@ -35,6 +36,9 @@ from fedstream.updater.decider import blob_of, version_of
 from fedstream.updater.intake import is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.state import Change, RunState
+
+if TYPE_CHECKING:
+    from fedstream.updater.sums import Sums
 
 _LOST_S = 0.1  # between two looks at an emptied Redis
 _UNNAMED_S = 600.0  # life of a blob that no script has named yet
@@ -69,16 +73,19 @@ class Commits:
     ledger: UpdaterLedger
     lease: Lease
     format: Format  # of published models
+    sums: Sums | None = None  # of a private run
     pending: deque[PendingCommit] = field(default_factory=deque)  # oldest first
     retained: list[Retained] = field(default_factory=list)  # oldest first
     told: Mapping[str, int] = field(default_factory=dict)  # counts of committed ends
     told_quarantines: int = 0  # committed control entries about quarantines
+    told_loss: PrivacyLoss | None = None  # committed; None: unknown
 
     def begin_from(self, state: RunState) -> None:
         """Start without pending changes, from a state that Redis has or is to be compared with."""
         self.pending.clear()
         self.retained.clear()
         self.told, self.told_quarantines = state.journalled, state.quarantines.taken
+        self.told_loss = None
         self.publisher.forget_written()
 
     # one change
@@ -185,7 +192,7 @@ class Commits:
                 if one.change.entry
             ),
         ]
-        quarantines = state.quarantines
+        quarantines, loss = state.quarantines, self._loss(progress)
         on_disk = bisect_right(done_with, self.recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
         commit = Commit(
@@ -204,11 +211,12 @@ class Commits:
             finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,
+            privacy=loss if loss != self.told_loss else None,
         )
         done = await self.ledger.commit(self.lease.token, commit, ahead=ahead, look=look)
         if done.what == "done":
             self.retained, self.told = done_with[on_disk:], told
-            self.told_quarantines = quarantines.taken
+            self.told_quarantines, self.told_loss = quarantines.taken, loss
             self.publisher.published(publish, [b for b in commit.retired if b not in done.spared])
             state = state.counted(done.counts, told)
             if done.finished != state.finished and len(self.pending) <= len(due):
@@ -220,6 +228,9 @@ class Commits:
         else:
             return state.to_compare(), False  # Redis is behind
         return state, done.what == "done"
+
+    def _loss(self, progress: Progress) -> PrivacyLoss | None:
+        return self.sums.loss(progress) if self.sums is not None else None
 
     # everything
 
@@ -262,6 +273,7 @@ class Commits:
             held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
             quarantines=state.quarantines,
+            privacy=self._loss(progress),
         )
         if reply.what != "created":
             await pause(self.context.stop, _LOST_S)

@@ -265,6 +265,8 @@ class Decider:
         with self.metrics.timed("mix"):
             step = open_sum(state.strategy, before, masks, opening.refused)
         version, payload, finish = self._made(state, step)
+        # A round may be smaller than the rule's batch.
+        needed = sums.least if state.strategy.rounds == "always" else state.strategy.batch
         record = SumOpened(
             intent=opening.intent.digest,
             updates=len(before.in_sum),
@@ -275,7 +277,7 @@ class Decider:
             digest=version.digest if version else None,
             given=version.given if version else None,
             time=version.time if version else self.ledger.now(),
-            finished=finish or sums.exhausted(step.after, state.run.devices) or None,
+            finished=finish or sums.exhausted(step.after, state.run.devices, needed) or None,
             counts=dict(state.besides),
         )
         used: list[Payload] = [*before.state.models()]

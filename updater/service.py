@@ -181,6 +181,7 @@ class Updater:
             ledger=ledger,
             lease=lease,
             format=self._format,
+            sums=self._sums,
         )
         upkeep = Upkeep(context=context, client=self._client, ledger=ledger, publisher=publisher)
         self._loop = loop = Loop(

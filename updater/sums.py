@@ -14,16 +14,20 @@ import aiohttp
 
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
+from fedstream.core.records import PrivacyLoss
+from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.private.sealing import EpochKey, Intent, SealedUpdate
 from fedstream.private.settings import PrivateSettings, client_context
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
     from fedstream.core.messages import Upload
-    from fedstream.journal.progress import Progress
+    from fedstream.journal.progress import PrivacyAccount, Progress
     from fedstream.runtime.service import Context
     from fedstream.updater.state import RunState
 
@@ -65,11 +69,17 @@ class Sums:
         self._client, self._keys = client, keys
         self._tls = client_context(settings)
         self._epochs: frozenset[str] | None = None  # that the helper can open; None: unknown
+        self._loss: tuple[Mapping[int, PrivacyAccount], PrivacyLoss | None] = {}, None
 
     @property
     def format(self) -> str:
         """The wire format of masked updates and of masks."""
         return f"mask{self._policy.word_bits}"
+
+    @property
+    def least(self) -> int:
+        """The fewest updates in a sum."""
+        return self._policy.min_batch
 
     # checks
 
@@ -99,19 +109,35 @@ class Sums:
             if account.burnt >= _SUSPECT and device not in known
         ]
 
-    def exhausted(self, progress: Progress, devices: int) -> str:
-        """Why no further sum of a run with ``devices`` can be opened; '' if one can."""
-        policy = self._policy
-        least = min(policy.weights) ** 2
-        spent = sum(
-            account.squares + least > policy.allowance for account in progress.accounts.values()
-        )
-        left = devices - spent
-        if left >= policy.min_batch:
+    def loss(self, progress: Progress) -> PrivacyLoss:
+        """What the sums have told so far, and the devices that can take part no more."""
+        accounts, (known, loss) = progress.accounts, self._loss
+        if loss is None or accounts is not known:  # each sum makes new accounts
+            squares = max((one.squares for one in accounts.values()), default=0)
+            sums = max((one.sums for one in accounts.values()), default=0)
+            delta = self._settings.delta
+            loss = PrivacyLoss(
+                progress.state.version,
+                progress.dropped,
+                epsilon(self._policy, squares, sums, delta),
+                delta,
+                self._spent(progress),
+            )
+            self._loss = accounts, loss
+        return loss
+
+    def _spent(self, progress: Progress) -> frozenset[int]:
+        """The devices whose next update, at the largest weight, would exceed the allowance."""
+        most = self._policy.allowance - max(self._policy.weights) ** 2
+        return frozenset(device for device, one in progress.accounts.items() if one.squares > most)
+
+    def exhausted(self, progress: Progress, devices: int, batch: int) -> str:
+        """Why a run with ``devices`` is over; '' if ``batch`` of them may still take part."""
+        left = devices - len(self._spent(progress))
+        if left >= batch:
             return ""
         return (
-            f"the privacy budget is spent: {left} devices may still take part, a sum needs "
-            f"{policy.min_batch}"
+            f"the privacy budget is spent: {left} devices may still take part, a sum needs {batch}"
         )
 
     # the helper

@@ -80,6 +80,7 @@ RIGHTS = Rights(
         "lineage",
         "kept",
         "best",
+        "sealing",
         "models",
         "model:*",
         "device:*",
@@ -162,8 +163,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         Returns 'sent', or a reason for refusal: 'unasked' (the run's policy doesn't let devices
         trigger tasks), 'foreign' (the device is not the site's or not in the run), 'limited' (the
         site exceeds ``rate`` triggers per second, or ``limit`` tasks are open), 'busy' (the device
-        has a task), 'quarantined' (the device is), 'resting' (the device is, after failures),
-        'finished' (the run has finished) or 'repeated' (the trigger was taken before).
+        has a task, or an update in a private batch), 'quarantined' (the device is), 'spent' (it has
+        no privacy budget left), 'resting' (it is, after failures), 'finished' (the run has
+        finished) or 'repeated' (the trigger was taken before).
         """
         about = {
             "group": COORDINATORS,

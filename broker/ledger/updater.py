@@ -23,6 +23,7 @@ from fedstream.core.records import (
     Commit,
     Committed,
     End,
+    PrivacyLoss,
     Quarantines,
     Run,
     flattened,
@@ -114,6 +115,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         held: Sequence[int] = (),
         mean_staleness: float = 0.0,
         quarantines: Quarantines = NO_QUARANTINES,
+        privacy: PrivacyLoss | None = None,
     ) -> Committed:
         """Create the run with its first version, or restore its newest version in Redis.
 
@@ -132,7 +134,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             "counts": dict(counts or {}),
             "outcomes": OUTCOMES,
             "journalled": packed(dict(journalled or {})),
-            "head": self._head(version, held, 0, mean_staleness),
+            "head": self._head(version, held, 0, mean_staleness, privacy),
         } | _published(version)
         if quarantines.taken:
             about["quarantines"] = quarantines.packed()
@@ -176,6 +178,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
                 commit.held,
                 commit.retained,
                 commit.mean_staleness,
+                commit.privacy,
             ),
             "journalled": packed(dict(commit.journalled)),
             "before": commit.before,
@@ -267,13 +270,20 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         return reply.decode()
 
     def _head(
-        self, version: Version | None, held: Sequence[int], retained: int, staleness: float
+        self,
+        version: Version | None,
+        held: Sequence[int],
+        retained: int,
+        staleness: float,
+        privacy: PrivacyLoss | None,
     ) -> list[str | bytes]:
         values: dict[str, object] = {
             "held": " ".join(map(str, held)),
             "retained": retained,
             "mean_staleness": repr(staleness),
         }
+        if privacy is not None:
+            values["privacy"] = privacy.packed()
         if version is not None:
             values |= {
                 "version": version.version,

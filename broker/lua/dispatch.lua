@@ -2,13 +2,16 @@
 -- undeclared: run head
 -- Turns a trigger into a task. Those of a retry, or of a scheduler of an earlier release, are already
 -- in `open`. One from a site's inbox (`a.site`) is added here, if devices decide by themselves in this
--- run, the device is the site's and has no open task, and neither the site's rate nor the limit is
+-- run, the device is the site's, has no open task and no update in a private batch, and neither the site's rate nor the limit is
 -- exceeded. An owned device is served by its owner.
 local a = cmsgpack.unpack(ARGV[1])
 local function is_busy(device)
   for _, trigger in ipairs(redis.call('HVALS', key.open)) do
     if cmsgpack.unpack(trigger).device == device then return true end
   end
+  if (redis.call('HGET', key.run, 'policy') or '') == '' then return false end
+  local held = redis.call('HGET', key.head, 'held') or ''
+  return string.find(' ' .. held .. ' ', ' ' .. device .. ' ', 1, true) ~= nil
 end
 local owner = redis.call('HGET', key.owners, a.device)
 local stream, memory, copy = places(a.device, owner)
@@ -40,6 +43,10 @@ end
 if is_quarantined(a.device) then
   count('stray:' .. reasons.QUARANTINED_DEVICE)
   return 'quarantined'
+end
+if is_spent(a.device) then
+  count('stray:' .. reasons.SPENT_DEVICE)
+  return 'spent'
 end
 local till_ms = string.match(redis.call('HGET', key.failing, a.device) or '', '^%d+ (%d+)')
 local left_ms = tonumber(till_ms or 0) - now_ms()

@@ -352,6 +352,14 @@ local function is_quarantined(device)
   return false
 end
 
+-- Whether a device has no privacy budget left, by the bits that the updater publishes.
+local function is_spent(device)
+  local packed = redis.call('HGET', key.head, 'privacy')
+  local bits = packed and cmsgpack.unpack(packed).spent or ''
+  local eight = string.byte(bits, math.floor(device / 8) + 1) or 0
+  return bit.band(eight, bit.lshift(1, device % 8)) ~= 0
+end
+
 -- Checks a role's token: nil if it is current, 'fenced' if another process holds the role, 'lost'
 -- if Redis lost it. The nonce identifies the holder: a process that has just reacquired its own
 -- lease doesn't fence itself.

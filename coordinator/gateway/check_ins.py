@@ -66,7 +66,7 @@ class CheckIns:
                     "a device's task is not the run's", device=device, reason=differs
                 )
             raise Refusal(409, "another task", differs)
-        if not said.eligible or device in head.quarantines.by_device:
+        if not said.eligible or head.bars(device):
             self._sessions.leave(device)
             return None
         if offers.model_format(head) not in said.formats:

@@ -238,7 +238,7 @@ class HandOvers:
         """Whether a device may become present without a check-in."""
         return (
             device < self._run_cache.run.devices
-            and device not in self._run_cache.head.quarantines.by_device
+            and not self._run_cache.head.bars(device)
             and not self._sessions.has_declined(device)
         )
 

@@ -44,6 +44,7 @@ _COMMANDS = {
         "ui": "runs:ui",
         "compare": "runs:compare",
         "report": "runs:report_run",
+        "privacy": "runs:privacy",
         "track": "runs:track",
         "journal": "journal:app",
         "devices": "devices:app",

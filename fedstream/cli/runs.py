@@ -1,4 +1,4 @@
-"""Commands about recorded runs: list, compare, ui, report, track."""
+"""Commands about recorded runs: list, compare, ui, report, privacy, track."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedstream.cli.options import (
 )
 from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
-from fedstream.terminal import adding, line, verbatim
+from fedstream.terminal import adding, console, line, verbatim
 
 _PICTURE, _TABLE, _NUMBERS = "comparison.png", "comparison.csv", "comparison.json"
 
@@ -103,6 +103,47 @@ def compare(
         verbatim(report.as_json(about) + "\n")
     else:
         line("\n".join(str(file) for file in files))
+
+
+def privacy(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run or its journal")],
+    delta: Annotated[
+        float,
+        typer.Option(min=1e-300, max=0.5, metavar="DELTA", help="state epsilon at this delta"),
+    ] = 1e-5,
+    table: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="also write all devices to this file"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """State what a private run has told of its devices: policy, sums, epsilon, assumptions.
+
+    Everything is computed again from the journal; the helper is not asked.
+    """
+    with process.importing():
+        from fedstream.history import report
+        from fedstream.journal import opened
+
+    with opened(folder) as chain:
+        if "private" not in chain[-1].head.strategy:
+            if as_json:
+                verbatim(report.as_json(None) + "\n")
+            else:
+                line(f"{folder}: not a private run: the server saw every single update")
+            return
+        with process.importing():
+            from fedstream.history.privacy import statement
+
+        found = statement(chain, delta)
+    if table is not None:
+        written = found.write_table(table)
+    if as_json:
+        verbatim(report.as_json(found.as_numbers()) + "\n")
+    else:
+        console().print(found.page())
+        if table is not None:
+            line(f"{written} devices written to {table}")
 
 
 def ui(

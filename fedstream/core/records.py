@@ -179,6 +179,34 @@ NO_QUARANTINES = Quarantines()
 
 
 @dataclass(frozen=True)
+class PrivacyLoss:
+    """What the sums of a private run have told of its devices so far."""
+
+    opened: int  # sums that made a version
+    dropped: int  # batches that made none
+    epsilon: float  # of the most exposed device; infinite without noise
+    delta: float  # at which epsilon is stated
+    spent: frozenset[int] = frozenset()  # devices that can take part no more
+
+    def packed(self) -> bytes:
+        """The form in Redis's head: a bit for each device, which scripts read too."""
+        bits = bytearray(max(self.spent, default=-8) // 8 + 1)
+        for device in self.spent:
+            bits[device // 8] |= 1 << device % 8
+        data = msgpack.packb({**self.__dict__, "spent": bytes(bits)})
+        assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
+        return data
+
+    @classmethod
+    @lru_cache(4)  # part of every view, but changes only with a sum
+    def parsed(cls, data: bytes) -> Self:
+        fields = msgpack.unpackb(data)
+        bits = int.from_bytes(fields.pop("spent"), "little")
+        spent = frozenset(n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
+        return cls(**fields, spent=spent)
+
+
+@dataclass(frozen=True)
 class Head:
     """The newest version, and further state of the updater."""
 
@@ -194,6 +222,16 @@ class Head:
     chunks: int | None = None  # of its blob; None: unstated by an earlier release
     quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
     encoded: Encoded | None = None  # description of an encoded blob; None: the model's own bytes
+    privacy: PrivacyLoss | None = None  # None: no private batch has ended
+
+    @property
+    def spent(self) -> frozenset[int]:
+        """The devices without a privacy budget."""
+        return self.privacy.spent if self.privacy is not None else frozenset()
+
+    def bars(self, device: int) -> bool:
+        """Whether a device's updates are refused."""
+        return device in self.quarantines.by_device or device in self.spent
 
     @property
     def given(self) -> str:
@@ -222,6 +260,7 @@ class Head:
             if "quarantines" in record
             else NO_QUARANTINES,
             encoded=_encoded(record),
+            privacy=PrivacyLoss.parsed(record["privacy"]) if "privacy" in record else None,
         )
 
 
@@ -449,6 +488,7 @@ class Commit:
     finish: str | None = None  # why the run ends with this commit
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before
+    privacy: PrivacyLoss | None = None  # None: unchanged
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ OpenRefusal: TypeAlias = Literal[
     "not in roster",  # a device without a key in the data owners' roster
     "signature",  # not the device's
     "seal",  # a seed that was sealed for another update
-    "helper lost",  # sealed to an epoch whose key is gone
+    "helper lost",  # sealed to an epoch whose key is gone, or opened with noise that is gone
     "overlap",  # a task was opened in another batch
     "participation",  # a device would exceed the policy's limit
+    "too soon",  # a device was in a batch whose noise is taken back now
 ]
 REFUSALS: Final[tuple[OpenRefusal, ...]] = get_args(OpenRefusal)
 

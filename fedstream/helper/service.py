@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from numpy.typing import NDArray
 from prometheus_client import Counter, Histogram
 
 from fedstream.core.errors import BadMessage, ConfigError
@@ -91,12 +93,18 @@ class Helper:
         policy = self._policy
         check_intent(intent, policy, self._roster)
         seeds = seeds_of(intent, policy, self._epochs)
-        self._store.take(intent)
-        drawn = None
-        if policy.sigma:
-            key = noise.noise_key(noise_epoch(intent, self._epochs).noise, intent.digest)
-            drawn = noise.draw(key, policy.parameters, policy.noise_sigma)
-        return packed(sum_of_masks(seeds, drawn, policy.parameters), policy)
+        secret = noise_epoch(intent, self._epochs)
+
+        def drawn() -> NDArray[np.int64]:
+            key = noise.noise_key(secret.noise, intent.digest)
+            return noise.draw(key, policy.parameters, policy.noise_sigma)
+
+        if policy.bands == 1:
+            self._store.take(intent)
+            added = drawn() if policy.sigma else None
+        else:
+            added = self._store.take_in_turn(intent, secret.epoch, drawn)
+        return packed(sum_of_masks(seeds, added, policy.parameters), policy)
 
 
 class HelperService:

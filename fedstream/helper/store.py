@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.helper.opening import NotOpened
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.private.sealing import EpochSecret, Intent
+
+Noise: TypeAlias = NDArray[np.int64]
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS policy (digest TEXT, inode INTEGER);
@@ -27,8 +33,17 @@ CREATE TABLE IF NOT EXISTS opened (
     run TEXT, task TEXT, device INTEGER, weight INTEGER, place INTEGER, intent TEXT,
     PRIMARY KEY (run, task)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_intent ON opened (intent);
+CREATE TABLE IF NOT EXISTS turns (
+    number INTEGER PRIMARY KEY, run TEXT, intent TEXT, epoch TEXT, noise BLOB);
 CREATE TABLE IF NOT EXISTS spent (device INTEGER PRIMARY KEY, squares INTEGER, batches INTEGER);
 """
+# Without a gap: what is left of a run are its last turns.
+_FORGET_TURNS = """
+DELETE FROM turns WHERE EXISTS (
+    SELECT 1 FROM turns AS later WHERE later.run = turns.run AND later.number >= turns.number
+    AND later.epoch NOT IN (SELECT epoch FROM epochs))
+"""
+_NOISE_TYPE = "<i4"  # a policy's sums with noise fit 32 bits
 
 
 class StoreFailed(FedstreamError):
@@ -106,6 +121,7 @@ class HelperStore:
                 "WHERE later.number > epochs.number AND later.began < ?)",
                 (now - keep_s,),
             )
+            database.execute(_FORGET_TURNS)
             if newest is not None and newest > now - every_s:
                 return bool(ended.rowcount)
             new = EpochSecret.new(self._policy.kem)
@@ -120,21 +136,76 @@ class HelperStore:
 
         Raises NotOpened, StoreFailed.
         """
-        digest = intent.digest
-        if self._is_opened(digest):
-            return
+        if not self._is_opened(intent.digest):
+            with _written(self._database):
+                self._record(intent)
+
+    def take_in_turn(self, intent: Intent, epoch: str, drawn: Callable[[], Noise]) -> Noise:
+        """Do as :meth:`take`, and return the batch's noise, correlated with the run's before it.
+
+        The noise is kept while the run's next batches take it back, and while there is the key of
+        ``epoch``. Raises NotOpened, StoreFailed.
+        """
+        if self._is_opened(intent.digest):
+            return self._noise_again(intent.digest)
         with _written(self._database):
-            for update in intent.updates:
-                self._refuse_overlap(intent.run, update.task)
-            batch = list(zip(intent.updates, intent.weights, strict=True))
-            self._spend((update.device, weight) for update, weight in batch)
-            self._database.executemany(
-                "INSERT INTO opened VALUES (?, ?, ?, ?, ?, ?)",
-                [
-                    (intent.run, update.task, update.device, weight, place, digest)
-                    for place, (update, weight) in enumerate(batch)
-                ],
+            self._record(intent)
+            self._refuse_too_soon(intent)
+            found = self._policy.correlation.noise(drawn(), self._kept_noise(intent.run))
+            self._database.execute(
+                "INSERT INTO turns (run, intent, epoch, noise) VALUES (?, ?, ?, ?)",
+                (intent.run, intent.digest, epoch, found.astype(_NOISE_TYPE).tobytes()),
             )
+            self._database.execute(
+                "DELETE FROM turns WHERE run = ?1 AND number NOT IN "
+                "(SELECT number FROM turns WHERE run = ?1 ORDER BY number DESC LIMIT ?2)",
+                (intent.run, self._policy.bands - 1),
+            )
+        return found
+
+    def _noise_again(self, digest: str) -> Noise:
+        asked = self._database.execute("SELECT noise FROM turns WHERE intent = ?", (digest,))
+        if (row := asked.fetchone()) is None:
+            raise NotOpened(
+                "helper lost", "the batch was opened long ago: its noise is no longer kept"
+            )
+        return _noise_in(row[0])
+
+    def _kept_noise(self, run: str) -> Iterator[Noise]:
+        """The noise that a run's next batch takes back, newest first."""
+        asked = self._database.execute(
+            "SELECT noise FROM turns WHERE run = ? ORDER BY number DESC", (run,)
+        )
+        for [noise] in asked:
+            yield _noise_in(noise)
+
+    def _refuse_too_soon(self, intent: Intent) -> None:
+        asked = self._database.execute(
+            "SELECT device FROM opened JOIN turns USING (intent) WHERE turns.run = ?",
+            (intent.run,),
+        )
+        recent = {device for [device] in asked}
+        for update in intent.updates:
+            if update.device in recent:
+                raise NotOpened(
+                    "too soon",
+                    f"device {update.device} is in one of the run's last {self._policy.bands - 1} "
+                    "batches: it must sit so many out",
+                    device=update.device,
+                )
+
+    def _record(self, intent: Intent) -> None:
+        for update in intent.updates:
+            self._refuse_overlap(intent.run, update.task)
+        batch = list(zip(intent.updates, intent.weights, strict=True))
+        self._spend((update.device, weight) for update, weight in batch)
+        self._database.executemany(
+            "INSERT INTO opened VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (intent.run, update.task, update.device, weight, place, intent.digest)
+                for place, (update, weight) in enumerate(batch)
+            ],
+        )
 
     def _is_opened(self, digest: str) -> bool:
         asked = self._database.execute("SELECT 1 FROM opened WHERE intent = ? LIMIT 1", (digest,))
@@ -181,6 +252,10 @@ class HelperStore:
             "SELECT squares, batches FROM spent WHERE device = ?", (device,)
         )
         return asked.fetchone() or (0, 0)
+
+
+def _noise_in(data: bytes) -> Noise:
+    return np.frombuffer(data, _NOISE_TYPE).astype(np.int64)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ gives the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -40,8 +40,9 @@ class PrivacyAccount:
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the devices' privacy accounts, and the sealed updates of the batch that
-    is not opened yet; the batch's contributions are the last that are held.
+    Of a private run also the devices' privacy accounts, the number of dropped batches, and the
+    sealed updates of the batch that is not opened yet; the batch's contributions are the last that
+    are held.
     """
 
     state: State
@@ -50,6 +51,7 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+    dropped: int = 0
 
     @property
     def in_sum(self) -> tuple[Contribution, ...]:
@@ -153,6 +155,23 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
     return Step(replace(before, state=state, held=()), made=before.held)
 
 
+def charged(
+    accounts: Mapping[int, PrivacyAccount],
+    batch: Iterable[tuple[int, int]],
+    *,
+    is_opened: bool,
+    is_dropped: bool,
+) -> Mapping[int, PrivacyAccount]:
+    """The accounts after a batch of (device, weight). A sum that is opened counts."""
+    found = dict(accounts)
+    for device, weight in batch:
+        was = found.get(device, PrivacyAccount())
+        if is_opened:
+            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
+        found[device] = replace(was, burnt=was.burnt + 1 if is_dropped else 0)
+    return found
+
+
 def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused: str = "") -> Step:
     """Open the sum of a private batch that is due, which may make a version, or drop the batch.
 
@@ -167,16 +186,18 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
             why = OUT_OF_RANGE
     if why:
         state = strategy.drop_sum(before.state)
-    accounts = dict(before.accounts)
-    for one in before.in_sum:
-        was, weight = accounts.get(one.device, PrivacyAccount()), int(one.weight)
-        if masks is not None:
-            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
-        accounts[one.device] = replace(was, burnt=was.burnt + 1 if why else 0)
+    batch = [(one.device, int(one.weight)) for one in before.in_sum]
+    accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
     held = before.held[: len(before.held) - len(before.sealed)] if why else before.held
     made = held if state.version != before.state.version else None
-    left = () if made is not None else held
-    after = replace(before, state=state, held=left, sealed=(), accounts=accounts)
+    after = replace(
+        before,
+        state=state,
+        held=() if made is not None else held,
+        sealed=(),
+        accounts=accounts,
+        dropped=before.dropped + bool(why),
+    )
     return Step(after, made=made, dropped=why)
 
 

@@ -125,6 +125,7 @@ def standing_of(
                 (device, one.squares, one.sums, one.burnt)
                 for device, one in sorted(progress.accounts.items())
             ),
+            "dropped": progress.dropped,
             **more,
         }
     )
@@ -175,6 +176,7 @@ class Rebuild:
             Norms(said.sizes, said.samples),
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
+            said.dropped,
         )
         self.strategy = strategy
         self.format = format_in(segment)

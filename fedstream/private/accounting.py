@@ -4,6 +4,7 @@ Adjacency is zero-out: a device's updates are replaced by zeros. One device chan
 w S', and the noise of parameter sigma makes that (w S')**2 / (2 sigma**2)-zCDP (Canonne, Kamath and
 Steinke 2020, theorem 14); batches compose by addition, also if they are chosen adaptively. The
 limit on a device is a filter (Feldman and Zrnic 2021). No amplification by sampling is claimed.
+Correlated noise (:mod:`fedstream.private.correlation`) is scaled so that all this holds as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def epsilon(policy: PrivacyPolicy, squares: int, batches: int, delta: float) -> 
     if not 0 < spent < math.inf:
         return spent
     largest = epsilon_of_rho(spent, delta / 2)
-    inexact = (1 + math.exp(min(largest, 700.0))) * batches * policy.parameters * DISTANCE
+    drawn = batches * policy.bands * policy.parameters  # values whose noise hides the device
+    inexact = (1 + math.exp(min(largest, 700.0))) * drawn * DISTANCE
     if inexact > delta / 2:
         return math.inf
     return epsilon_of_rho(spent, delta - inexact)

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.private import KemName
+from fedstream.private.correlation import MOST_BANDS, Correlation, correlation
 from fedstream.private.noise import LARGEST_SIGMA
 from fedstream.runtime.config import Section, check
 
@@ -57,19 +58,26 @@ class PrivacyPolicy(Section):
     # sum; 0: no noise, and so no differential privacy.
     sigma: Annotated[float, Field(ge=0, le=1e6)]
     participations: Annotated[int, Field(ge=1)]  # of a device at the largest weight, over all runs
+    # A sum's noise takes back a part of that of the bands - 1 sums before it in its run, so a
+    # device takes part in at most one of ``bands`` sums in a row. 1: independent noise.
+    bands: Annotated[int, Field(ge=1, le=MOST_BANDS)] = 1
     kem: KemName = "x25519"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.max_batch < self.min_batch:
             raise ValueError(f"max_batch must be at least min_batch ({self.min_batch})")
-        if self.noise_sigma > LARGEST_SIGMA:
+        if self.bands > 1 and not self.sigma:
+            raise ValueError(f"bands = {self.bands} needs noise: set sigma, or leave bands out")
+        most = LARGEST_SIGMA << (self.correlation.bits // 2)
+        if self.noise_sigma > most:
             raise ValueError(
-                f"the noise has sigma {self.noise_sigma:.0f} units, at most {LARGEST_SIGMA} can be "
-                "drawn: lower scale_bits"
+                f"the noise is drawn with sigma {self.noise_sigma:.0f}, at most {most}: lower "
+                "scale_bits"
             )
         heaviest = self.max_batch * max(self.weights)
-        if heaviest * self.norm_bound + DEVIATIONS * self.noise_sigma >= 1 << (self.word_bits - 1):
+        largest = heaviest * self.norm_bound + self.correlation.rounding
+        if largest + DEVIATIONS * self.sum_sigma >= 1 << (self.word_bits - 1):
             raise ValueError(
                 f"a sum of {self.max_batch} updates with noise may not fit {self.word_bits} bits: "
                 "lower scale_bits or max_batch"
@@ -88,9 +96,22 @@ class PrivacyPolicy(Section):
         return math.ceil(min(clip + root, math.sqrt(square)))
 
     @property
+    def correlation(self) -> Correlation:
+        """How the noise of a run's sums hangs together."""
+        return correlation(self.bands)
+
+    @property
     def noise_sigma(self) -> float:
-        """Parameter of the discrete Gaussian, in units."""
-        return self.sigma * max(self.weights) * self.norm_bound
+        """Parameter of the discrete Gaussian that is drawn, in the correlation's steps.
+
+        At one band, a step is a unit, and what is drawn is a sum's noise.
+        """
+        return self.sigma * max(self.weights) * self.norm_bound * self.correlation.norm
+
+    @property
+    def sum_sigma(self) -> float:
+        """Standard deviation of a sum's noise, in units."""
+        return math.ldexp(self.noise_sigma, -self.correlation.bits) * self.correlation.gain
 
     @property
     def allowance(self) -> int:
@@ -103,13 +124,14 @@ class PrivacyPolicy(Section):
         Exceeded with a probability below 2**-100: the norm of a sub-Gaussian vector (Hsu, Kakade
         and Zhang 2012, theorem 2.1, with exp(-t) = exp(-72)).
         """
-        tail = math.sqrt(self.parameters) + DEVIATIONS
-        return total_weight * self.norm_bound + math.ceil(self.noise_sigma * tail)
+        root = math.sqrt(self.parameters)
+        noise = self.sum_sigma * (root + DEVIATIONS) + self.correlation.rounding * root
+        return total_weight * self.norm_bound + math.ceil(noise)
 
     @property
     def text(self) -> bytes:
         """The policy's only text: JSON with sorted keys and without spaces."""
-        table = self.model_dump(mode="json")
+        table = self.model_dump(mode="json", exclude={"bands"} if self.bands == 1 else None)
         return json.dumps(table, sort_keys=True, separators=(",", ":")).encode()
 
     @property

@@ -171,6 +171,7 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
         ("XREAD", "STREAMS", KEYS.inbox("pool"), "0"),
         ("SET", KEYS.leader("updater"), "me"),
         ("SET", KEYS.leader("scheduler"), "me"),
+        ("SET", KEYS.sealing, "mine"),
     ],
     "scheduler": [
         ("HSET", KEYS.model("1.1"), "0", "x"),

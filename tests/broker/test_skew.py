@@ -222,6 +222,9 @@ DROPPED = {  # a round whose answers are not used
     "close_round": MOST["close_round"].model_copy(update={"drops": (3, 4)}),
     "round_end": MOST["round_end"].model_copy(update={"drops": (3, 4)}),
 }
+PRIVATE = {  # of a private run
+    "upload": BOUNDED["upload"].model_copy(update={"format": "mask32", "sealed": b"sealed"}),
+}
 GOLDEN = {
     f"{kind}-{what}-{messages.SCHEMA}": message
     for what, some in (
@@ -233,6 +236,7 @@ GOLDEN = {
         ("failing", FAILING),
         ("bounded", BOUNDED),
         ("dropped", DROPPED),
+        ("private", PRIVATE),
     )
     for kind, message in some.items()
 }
@@ -261,7 +265,7 @@ def test_every_kind_has_recorded_bytes() -> None:
 
 @pytest.mark.parametrize("kind", MOST)
 def test_the_fullest_message_has_every_field(kind: str) -> None:
-    fullest = (MOST | MORE | FORMATS | GATEWAYS | FAILING | BOUNDED | DROPPED)[kind]
+    fullest = (MOST | MORE | FORMATS | GATEWAYS | FAILING | BOUNDED | DROPPED | PRIVATE)[kind]
 
     def empty(message: BaseModel) -> list[str]:
         return [name for name, value in message if value is None]

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments import machine
+from tests.cluster import domains as _domains  # noqa: F401
 from tests.cluster import faults as _faults  # noqa: F401  (registers its scenarios)
 from tests.cluster import rotation as _rotation  # noqa: F401
 from tests.cluster import scenarios as _scenarios  # noqa: F401

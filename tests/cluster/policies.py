@@ -32,8 +32,8 @@ _AGAIN_S = 1.0  # after the API server was not reached
 Flow: TypeAlias = tuple[str, str, str, int]  # sender, receiver, protocol, port
 
 
-_NAME = "kubernetes.io/metadata.name"
-_OURS = {_NAME: "fedstream"}
+NAME = "kubernetes.io/metadata.name"
+_OURS = {NAME: "fedstream"}
 HELPERS = "fedstream-helper"  # the other trust domain's namespace
 
 
@@ -48,7 +48,7 @@ class Place:
 
     def has(self, policy: Manifest) -> bool:
         """Whether a policy is of this place's namespace."""
-        return self.namespace.get(_NAME) == policy["metadata"]["namespace"]
+        return self.namespace.get(NAME) == policy["metadata"]["namespace"]
 
 
 def component(name: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ def component(name: str) -> dict[str, str]:
 
 # Those that the documented table names, and some that it must not let in.
 OUTSIDE = [
-    Place(name, labels, {_NAME: namespace})
+    Place(name, labels, {NAME: namespace})
     for name, namespace, labels in (
         ("the cluster's DNS", "kube-system", {"k8s-app": "kube-dns"}),
         ("Prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"}),
@@ -83,7 +83,8 @@ OUTSIDE = [
 def flows(policies: list[Manifest], places: Mapping[str, Place]) -> set[Flow]:
     """The connections between places, by their keys, that the policies let through.
 
-    Those alone of which an end is in a namespace that has policies. Raises ValueError for a rule without ports, or with ports that have names or ranges.
+    Only those with an end in a namespace that has policies. Raises ValueError for a rule without
+    ports, or with ports that have names or ranges.
     """
     ports = set()
     for policy in policies:
@@ -160,7 +161,7 @@ def places(objects: Iterable[Manifest], dns: Sequence[str], namespace: str) -> d
         for one in objects
         if one["kind"] == "Namespace"
     } | {namespace: _OURS}
-    system = {_NAME: "kube-system"}
+    system = {NAME: "kube-system"}
     found = {address: Place("DNS", {"k8s-app": "kube-dns"}, system) for address in dns}
     for one in objects:
         about, address = one["metadata"], one.get("status", {}).get("podIP")
@@ -180,7 +181,7 @@ def _is_over(pod: Manifest) -> bool:
 
 def rules(objects: list[Manifest], dns: Sequence[str], namespace: str) -> str:
     """The input of ``nft --file``; what is dropped is put into the set `dropped`, which stays."""
-    known = {namespace: _OURS[_NAME], HELPERS: HELPERS}
+    known = {namespace: _OURS[NAME], HELPERS: HELPERS}
     policies = [
         {**one, "metadata": {**one["metadata"], "namespace": known[one["metadata"]["namespace"]]}}
         for one in objects

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from tests.cluster.policies import (
+    HELPERS,
+    NAME,
     OUTSIDE,
     Place,
+    component,
     documented,
     expected,
     flows,
@@ -18,12 +21,12 @@ from tests.cluster.policies import (
     rules,
 )
 from tests.k8s.conftest import missing
-from tests.k8s.manifests import Manifest, kubectl, largest, on_base
+from tests.k8s.manifests import K8S, PRIVATE, Manifest, kubectl, largest, on_base, rendered
 from tests.k8s.workloads import workloads
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("components", [(), *largest()], ids=" ".join)
+@pytest.mark.parametrize("components", [(), *largest(), ("gateway", PRIVATE)], ids=" ".join)
 def test_policies_let_through_what_is_documented(components: tuple[str, ...]) -> None:
     if kubectl() is None:
         missing("kubectl is not on PATH: it renders the manifests")
@@ -34,13 +37,25 @@ def test_policies_let_through_what_is_documented(components: tuple[str, ...]) ->
     assert flows(manifests.of("NetworkPolicy"), there) == expected(rows, components, there)
 
 
+@pytest.mark.process
+def test_only_the_updater_and_prometheus_reach_the_helper_and_it_reaches_nothing() -> None:
+    if kubectl() is None:
+        missing("kubectl is not on PATH: it renders the manifests")
+    run, helper = on_base("gateway", PRIVATE), rendered(K8S / "helper")
+    [pod] = workloads(helper)
+    there = {one.name: Place(one.name, one.labels) for one in workloads(run)}
+    there |= {place.name: place for place in OUTSIDE}
+    there["the helper"] = Place("the helper", pod.labels, {NAME: HELPERS})
+    policies = [*run.of("NetworkPolicy"), *helper.of("NetworkPolicy")]
+    assert {flow for flow in flows(policies, there) if "the helper" in flow} == {
+        ("StatefulSet updater", "the helper", "TCP", 8443),
+        ("Prometheus", "the helper", "TCP", 8081),
+    }
+
+
 def test_documented_groups_are_ones_that_places_belong_to() -> None:
     """A misspelt one would mean nobody."""
-    parts = ("coordinator", "gateway", "sinks")
-    ours = [
-        Place(one, {"app.kubernetes.io/name": "fedstream", "app.kubernetes.io/component": one})
-        for one in parts
-    ]
+    ours = [Place(one, component(one)) for one in ("coordinator", "gateway", "sinks", "updater")]
     ours += [Place(one, {"app.kubernetes.io/name": one}) for one in ("redis", "sentinel")]
     groups = {group for row in documented() for group in row.senders + row.receivers}
     assert [one for one in groups if not any(of_group(one, at) for at in ours + OUTSIDE)] == []

@@ -95,10 +95,15 @@ case "$*" in
 esac
 """
 _DOCKER = """#!/bin/bash
-[ "$1 $2 $4" = "build -t ." ] && [ -e Dockerfile ] && [ "$3" = fedstream:{version} ]
+case "$*" in
+    "build -t fedstream:{version} ."|"build -t fedstream:{version}-helper --build-arg TORCH=none .")
+        [ -e Dockerfile ] ;;
+    "compose --file $3 --file $5 up --build") [ -e "$3" ] && [ -e "$5" ] ;;
+    *) false ;;
+esac
 """
 _KIND = """#!/bin/bash
-[ "$*" = "load docker-image fedstream:{version}" ]
+[[ "$*" =~ ^"load docker-image fedstream:{version}"(-helper)?$ ]]
 """
 
 

@@ -666,13 +666,23 @@ def test_kubernetes(reader: Open) -> None:
         page.follow()
         assert len([*yaml.safe_load_all(page.text("yaml"))]) == 2
         page.follow()
+        page.given("openssl verify -CAfile helper-ca.crt helper.crt; cd ..")
         change_production(page)
+        page.follow()
+        change_production(page)
+
+
+def test_compose(reader: Open) -> None:
+    with reader("docs/how-to/compose.md") as page:
+        page.follow()
+        page.given("[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem")
 
 
 def change_production(page: Reader) -> None:
     """With the next block, which is a part of an overlay."""
-    (page.folder / "CHANGED").mkdir()
-    lines = ["resources: [../k8s/overlays/production-aof]", page.text("yaml")]
+    (page.folder / "CHANGED").mkdir(exist_ok=True)
+    part = page.text("yaml").replace("../fedstream/k8s", "../k8s")
+    lines = ["resources: [../k8s/overlays/production-aof]", part]
     (page.folder / "CHANGED" / "kustomization.yaml").write_text("\n".join(lines))
     page.given("kubectl apply -k CHANGED")
 

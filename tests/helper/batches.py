@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from fedstream.helper.opening import NotOpened
 from fedstream.helper.service import Helper
 from fedstream.helper.store import HelperStore
 from fedstream.private.masks import add_masked, rounded, unmasked, unpacked
@@ -88,3 +90,12 @@ class Batches:
         """The weighted sum of the plain updates, which no service sees."""
         pairs = zip(intent.updates, intent.weights, strict=True)
         return sum((w * self.values[u.task] for u, w in pairs), np.zeros(1, np.int64))
+
+
+def refused(batches: Batches, intent: Intent) -> NotOpened:
+    """Why the helper refuses; it has recorded nothing."""
+    before = list(batches.store._database.iterdump())
+    with pytest.raises(NotOpened) as caught:
+        batches.helper.open(intent)
+    assert list(batches.store._database.iterdump()) == before
+    return caught.value

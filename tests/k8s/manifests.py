@@ -178,7 +178,8 @@ def renderings() -> Mapping[str, Callable[[], Manifests]]:
         {f"overlay {name}": partial(rendered, K8S / "overlays" / name) for name in overlays()}
         | {f"base with {name}": partial(on_base, *parts) for name, parts in combinations().items()}
         | {f"production with {name}": partial(_with, production, (name,)) for name in ADDITIONS}
-        | {"private with owners": partial(on_base, *owners), "helper": partial(rendered, K8S / "helper")}
+        | {f"{PRIVATE} with owners": partial(on_base, *owners)}
+        | {"helper": partial(rendered, K8S / "helper")}
     )
 
 

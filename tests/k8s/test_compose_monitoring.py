@@ -52,7 +52,7 @@ def test_monitoring_is_opt_in() -> None:
 def test_every_container_of_every_service_is_scraped() -> None:
     found = load(Settings, path=K8S / "base" / "run.toml", environ={})
     [names] = JOB["dns_sd_configs"]
-    # Sinks are an option (k8s/components/sinks); the helper belongs to another trust domain.
+    # Sinks are an option (k8s/components/sinks); no network leads from Prometheus to the helper.
     assert set(names["names"]) == set(ROLES) - {"sinks", "helper"}
     assert set(names["names"]) < set(COMPOSE["services"])
     assert names["port"] == found.http.health_port

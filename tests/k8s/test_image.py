@@ -18,7 +18,7 @@ from requirements.lock import read
 from tests.k8s.manifests import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-# Sinks need a package of a tracker; the helper belongs to another trust domain.
+# Sinks need a package of a tracker; the helper has a file of its own (test_helper.py).
 STARTED = [role for role in ROLES if role not in ("sinks", "helper")]
 SERVICES = {
     name: one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from decimal import Decimal, getcontext
 from fractions import Fraction
@@ -108,3 +109,13 @@ def test_the_same_intent_gets_the_same_noise_and_any_other_another() -> None:
     assert len({one.tobytes() for one in drawn}) == 3
     # Known since the first release: a change would make replayed answers differ.
     assert draw(KEY, 8, 50.0).tolist() == [-22, 63, -64, 8, -57, 5, -33, -39]
+
+
+def test_noise_is_the_same_in_every_release() -> None:
+    """An intent that is asked for again after an upgrade gets the same bytes."""
+    key = noise_key(KEY, "00" * 32)
+    drawn = [draw(key, 20_000, sigma).astype("<i8").tobytes() for sigma in (2.0, 5e5)]
+    assert [hashlib.sha256(one).hexdigest()[:16] for one in drawn] == [
+        "b83fa897c9ef5eef",
+        "ece58835aba75d79",
+    ]

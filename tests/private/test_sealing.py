@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -29,6 +31,7 @@ ABOUT: dict[str, Any] = {
     "layout": "layout-digest",
 }
 VALUES = np.arange(50)
+XWING = Path(__file__).parents[1] / "data" / "xwing.txt"
 
 
 def sealed(
@@ -38,9 +41,7 @@ def sealed(
 
 
 class Rfc9180:
-    """Base mode of DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, AES-128-GCM, from the RFC's text."""
-
-    SUITE = b"HPKE" + bytes.fromhex("0020 0001 0001")
+    """Base mode with HKDF-SHA256 and AES-128-GCM, from the RFC's text."""
 
     @staticmethod
     def extract(salt: bytes, suite: bytes, label: bytes, key: bytes) -> bytes:
@@ -52,27 +53,47 @@ class Rfc9180:
         return hmac.digest(prk, labeled + b"\x01", "sha256")[:length]
 
     @classmethod
-    def open(cls, sk: bytes, sealed: bytes, info: bytes, aad: bytes) -> bytes:
-        enc, ciphertext, key = sealed[:32], sealed[32:], X25519PrivateKey.from_private_bytes(sk)
+    def shared(cls, sk: bytes, enc: bytes) -> bytes:
+        """Of DHKEM(X25519, HKDF-SHA256)."""
+        key = X25519PrivateKey.from_private_bytes(sk)
         dh = key.exchange(X25519PublicKey.from_public_bytes(enc))
         kem = b"KEM" + bytes.fromhex("0020")
         prk = cls.extract(b"", kem, b"eae_prk", dh)
         public = key.public_key().public_bytes_raw()
-        shared = cls.expand(prk, kem, b"shared_secret", enc + public, 32)
-        context = b"\x00" + cls.extract(b"", cls.SUITE, b"psk_id_hash", b"")
-        context += cls.extract(b"", cls.SUITE, b"info_hash", info)
-        secret = cls.extract(shared, cls.SUITE, b"secret", b"")
-        aead = AESGCM(cls.expand(secret, cls.SUITE, b"key", context, 16))
-        nonce = cls.expand(secret, cls.SUITE, b"base_nonce", context, 12)
+        return cls.expand(prk, kem, b"shared_secret", enc + public, 32)
+
+    @classmethod
+    def open(cls, kem: str, shared: bytes, ciphertext: bytes, info: bytes, aad: bytes) -> bytes:
+        suite = b"HPKE" + bytes.fromhex(kem + "0001 0001")
+        context = b"\x00" + cls.extract(b"", suite, b"psk_id_hash", b"")
+        context += cls.extract(b"", suite, b"info_hash", info)
+        secret = cls.extract(shared, suite, b"secret", b"")
+        aead = AESGCM(cls.expand(secret, suite, b"key", context, 16))
+        nonce = cls.expand(secret, suite, b"base_nonce", context, 12)
         return aead.decrypt(nonce, ciphertext, aad)
+
+
+def x_wing_shared(seed: bytes, sk: bytes, enc: bytes) -> bytes:
+    """Decapsulate by draft-connolly-cfrg-xwing-kem: ML-KEM-768 and X25519, joined by SHA3-256."""
+    first = MLKEM768PrivateKey.from_seed_bytes(seed).decapsulate(enc[:-32])
+    key = X25519PrivateKey.from_private_bytes(sk)
+    second = key.exchange(X25519PublicKey.from_public_bytes(enc[-32:]))
+    public = key.public_key().public_bytes_raw()
+    joined = first + second + enc[-32:] + public + rb"\.//^" + b"\\"
+    return hashlib.sha3_256(joined).digest()
 
 
 def test_the_tests_own_hpke_opens_the_vector_of_rfc_9180() -> None:
     """Appendix A.1.1. `cryptography` takes no associated data, which each of the vectors has."""
-    found = Rfc9180.open(
+    shared = Rfc9180.shared(
         bytes.fromhex("4612c550263fc8ad58375df3f557aac531d26850903e55a9f23f21d8534e8ac8"),
+        bytes.fromhex("37fda3567bdbd628e88668c3c8d7e97d1d1253b6d4ea6d44c150f741f1bf4431"),
+    )
+    assert shared.hex() == "fe0e18c9f024ce43799ae393c7e8fe8fce9d218875e8227b0187c04e7d2ea1fc"
+    found = Rfc9180.open(
+        "0020",
+        shared,
         bytes.fromhex(
-            "37fda3567bdbd628e88668c3c8d7e97d1d1253b6d4ea6d44c150f741f1bf4431"
             "f938558b5d72f1a23810b4be2ab4f84331acc02fc97babc53a52ae8218a355a96d8770ac83d07bea87e13c512a"
         ),
         bytes.fromhex("4f6465206f6e2061204772656369616e2055726e"),
@@ -84,11 +105,29 @@ def test_the_tests_own_hpke_opens_the_vector_of_rfc_9180() -> None:
 def test_a_seed_is_sealed_by_rfc_9180_and_unmasks_the_update() -> None:
     data, update = sealed()
     assert len(update.seed) == 80
-    seed = Rfc9180.open(SECRET.private, update.seed, update.bound, b"")
+    shared = Rfc9180.shared(SECRET.private, update.seed[:32])
+    seed = Rfc9180.open("0020", shared, update.seed[32:], update.bound, b"")
     assert seed == SECRET.seed_of(update, "x25519")
     np.testing.assert_array_equal(unpacked(data, POLICY), masked(VALUES, seed))
     assert update.masked == hashlib.sha256(data).hexdigest()
     update.check(DEVICES[4].public_key().public_bytes_raw())
+
+
+def test_the_tests_own_x_wing_decapsulates_the_drafts_vector() -> None:
+    """The first of Appendix C: its seed, the shared secret, the ciphertext."""
+    seed, expected, *rest = map(bytes.fromhex, XWING.read_text().split())
+    expanded = hashlib.shake_256(seed).digest(96)
+    assert x_wing_shared(expanded[:64], expanded[64:], b"".join(rest)) == expected
+
+
+def test_a_hybrid_seed_is_sealed_by_x_wing() -> None:
+    """In HPKE's suite 0x647a (draft-ietf-hpke-pq)."""
+    policy = policy_of(kem="mlkem768-x25519")
+    secret = EpochSecret.new("mlkem768-x25519")
+    _, update = sealed(policy, secret)
+    shared = x_wing_shared(secret.private[:64], secret.private[64:], update.seed[:1120])
+    seed = Rfc9180.open("647a", shared, update.seed[1120:], update.bound, b"")
+    assert seed == secret.seed_of(update, "mlkem768-x25519")
 
 
 def test_a_hybrid_seal_is_opened_by_both_keys() -> None:

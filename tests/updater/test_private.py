@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from fedstream.broker import blobs
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError
-from fedstream.core.layout import Payload
-from fedstream.core.messages import Upload
 from fedstream.journal import SumOpened, Taken, segments
 from fedstream.journal.inspection import verify
 from fedstream.journal.progress import OUT_OF_RANGE
 from fedstream.journal.replay import Replayer
-from fedstream.private.masks import in_model_units, rounded
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.private.sealing import EpochKey, seal
 from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
@@ -33,7 +26,8 @@ from fedstream.updater.service import Updater
 from fedstream.updater.state import RunState
 from fedstream.updater.sums import Opening, Sums
 from tests.helper.served import Http, serving
-from tests.private.enrolled import DEVICES, policy_of
+from tests.private.devices import Devices
+from tests.private.enrolled import policy_of
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 from tests.updater.journalled import reasons as refused
 from tests.updater.journalled import records
@@ -60,63 +54,6 @@ async def helper(tmp_path: Path, policy: PrivacyPolicy) -> AsyncIterator[Http]:
     (tmp_path / "helper").mkdir()
     async with serving(tmp_path / "helper", policy=policy) as http:
         yield http
-
-
-@dataclass
-class Devices:
-    """Devices that seal what they have learnt; their plain updates are by task."""
-
-    hand: Hand
-    policy: PrivacyPolicy
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
-    values: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-
-    async def answers(self, device: int, *, malformed: bool = False, **changes: Any) -> Upload:
-        """A device's masked and sealed answer to a new task, admitted; ``changes``: of the seal."""
-        hand, policy = self.hand, self.policy
-        [task] = await hand.open(device=device)
-
-        async def key() -> bytes | None:
-            found: bytes | None = await hand.client.call("GET", hand.keys.sealing)
-            return found
-
-        epoch = EpochKey.decode(await wait_until(key))
-        run, head = await hand.ledger.run(), await hand.ledger.head()
-        assert head is not None
-        delta = self.rng.standard_normal(policy.parameters).astype(np.float32) / 4
-        values = rounded(delta, policy, self.rng)
-        about: dict[str, Any] = {
-            "run": run.lineage,
-            "task": task.task,
-            "attempt": "a1",
-            "device": device,
-            "tau": head.version,
-            "layout": hand.layout.signature,
-        }
-        data, sealed = seal(values, policy, epoch, DEVICES[device], **about | changes)
-        if malformed:
-            data = bytes(reversed(data))
-        self.values[task.task] = values
-        payload = Payload(np.frombuffer(data, np.uint8))
-        upload = await hand.trained(
-            task,
-            write=False,
-            digest=payload.digest(),
-            size=len(data),
-            sends="delta",
-            format="mask32",
-            samples=0,
-            steps=0,
-            sealed=sealed.encode(),
-        )
-        await blobs.write(hand.client, hand.keys.update(upload.blob), payload, expire_s=60)
-        assert await hand.admit(upload) == [("admitted", "")]
-        return upload
-
-    def mean(self, *uploads: Upload) -> NDArray[np.float32]:
-        """The plain mean of updates, in the units in which they were sent."""
-        total = sum(self.values[one.task] for one in uploads)
-        return in_model_units(np.asarray(total), K, self.policy)
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ class FleetRoutes:
         self._node_tasks.end(device)  # it asks for a task, so it has none
         self._end_search(device)
         self._node_tasks.keep(self._sessions.present())
-        if self._run_cache.is_over or device in self._run_cache.head.quarantines.by_device:
+        if self._run_cache.is_over or self._run_cache.head.bars(device):
             self._sessions.leave(device)
             return protobuf.message("PullMessagesResponse")
         held = await self._running.check_ins.task_for(device, _WAIT_S, evaluates=True)

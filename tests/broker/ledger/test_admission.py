@@ -92,6 +92,34 @@ async def test_answer_to_an_unknown_task_is_a_stray(hand: Hand, client: Client, 
     await hand.balanced()
 
 
+POLICY = '{"word_bits":32}'
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "decided"),
+    [
+        (POLICY, {"format": "mask32", "sealed": b"seal"}, ("admitted", "")),
+        (POLICY, {"sealed": b"seal"}, ("refused", "wire format")),
+        (POLICY, {"format": "mask16", "sealed": b"seal"}, ("refused", "wire format")),
+        (POLICY, {"format": "mask32"}, ("refused", "seal")),
+        (POLICY, {"format": "mask32", "sealed": b""}, ("refused", "seal")),
+        ("", {"format": "mask32", "sealed": b"seal"}, ("refused", "wire format")),
+        ("", {"sealed": b"seal"}, ("admitted", "")),
+    ],
+)
+async def test_updates_of_a_private_run_are_masked_and_sealed_or_deleted_unread(
+    hand: Hand, client: Client, policy: str, changes: dict[str, Any], decided: tuple[str, str]
+) -> None:
+    await hand.create(policy=policy)
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger, **changes)
+    assert await hand.admit(upload) == [decided]
+    is_admitted = decided[0] == "admitted"
+    assert await exists(client, hand.keys.queued(upload.blob)) == is_admitted
+    assert not await exists(client, hand.keys.update(upload.blob))
+    assert len(await hand.queue()) == is_admitted
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

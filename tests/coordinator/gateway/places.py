@@ -174,9 +174,9 @@ async def owned_by(hand: Hand, device: int, name: str | None) -> None:
     await wait_until(is_so, what=f"device {device} owned by {owner}")
 
 
-async def joined(hand: Hand, at: Place, device: int = 3) -> None:
+async def joined(hand: Hand, at: Place, device: int = 3, **said: Any) -> None:
     """A device checks in at the replica gw-0, which then owns it."""
-    await at.check_in(device)
+    await at.check_in(device, **said)
     await owned_by(hand, device, "gw-0")
 
 

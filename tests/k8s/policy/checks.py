@@ -70,9 +70,9 @@ def _container(manifests: Manifests, workload: Workload, container: Manifest) ->
         if held(manifests, "ConfigMap", source["configMapRef"]["name"]) is None:
             yield f"{name}: there is no ConfigMap {source['configMapRef']['name']!r}"
     for entry in container.get("env", ()):
-        if about := entry.get("valueFrom", {}).get("configMapKeyRef"):
-            if about["key"] not in (held(manifests, "ConfigMap", about["name"]) or ()):
-                yield f"{name}: ConfigMap {about['name']!r} has no {about['key']!r}"
+        about = entry.get("valueFrom", {}).get("configMapKeyRef")
+        if about and about["key"] not in (held(manifests, "ConfigMap", about["name"]) or ()):
+            yield f"{name}: ConfigMap {about['name']!r} has no {about['key']!r}"
     for mount in container.get("volumeMounts", ()):
         if mount["name"] not in workload.volumes:
             yield f"{name}: there is no volume {mount['name']!r}"
