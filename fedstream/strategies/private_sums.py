@@ -83,6 +83,11 @@ class PrivateSums(Strategy):
         return self.terms.policy.text.decode()
 
     @property
+    def sits_out(self) -> int:
+        """The sums whose noise is correlated with that of a device's own."""
+        return self.terms.policy.bands - 1
+
+    @property
     def batch(self) -> int:
         """K, the updates in a version."""
         return self.rule.batch

@@ -198,6 +198,11 @@ class Strategy(NamedSettings):
         """Whether a batch of masked updates is complete, so that its sum can be opened."""
         return False
 
+    @property
+    def sits_out(self) -> int:
+        """Opened sums in which a device takes no part after one with an update of it."""
+        return 0
+
     def open(self, state: State, opened: Model) -> State:
         """Open a batch's sum, which may make a version; only for rules whose updates are masked."""
         raise NotImplementedError
