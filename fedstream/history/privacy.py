@@ -272,15 +272,17 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
     Raises JournalError.
     """
     first, head = chain[0].standing, chain[-1].head
-    policy = check(PrivacyPolicy, head.strategy["private"]["policy"], "strategy.private.policy")
+    terms = head.strategy["private"]
+    policy = check(PrivacyPolicy, terms["policy"], "strategy.private.policy")
     accounts: Mapping[int, PrivacyAccount] = {
         device: PrivacyAccount(*numbers) for device, *numbers in first.accounts
     }
     dropped: Counter[str] = Counter()
     if first.dropped:
         dropped["before the oldest segment"] = first.dropped
-    held = [(one.device, int(one.weight)) for one in first.held]
-    found = first.version
+    in_sum = first.held[len(first.held) - len(first.sealed) :]  # the others' buckets are opened
+    held = [(one.device, int(one.weight)) for one in in_sum]
+    found = first.version * terms.get("buckets", 1) + first.opened
     for segment, cut in cuts(chain):
         versions = segment.standing.version
         for _, entry in entries(segment, cut):

@@ -14,6 +14,7 @@ from fedstream.history import journal_text
 from fedstream.history.bisect import search
 from fedstream.history.index import columns_of, index_of
 from fedstream.history.models import JournalModels
+from fedstream.history.privacy import statement
 from fedstream.history.record import open_run
 from fedstream.history.recorded_run import RecordedRun
 from fedstream.history.ui.templating import LACKING
@@ -104,6 +105,17 @@ def test_rows_of_a_version_of_buckets(tmp_path: Path) -> None:
         list(range(9)),
         list(range(9, 18)),
     ]
+
+
+def test_statement_of_a_journal_that_begins_between_buckets(tmp_path: Path) -> None:
+    """Each device's sums are counted once, also where the first bucket is in no record."""
+    scribe = run_in_buckets(tmp_path)
+    for _ in range(2):
+        with opened(tmp_path) as chain:
+            found = statement(chain, 1e-5)
+        assert dict(found.accounts) == scribe.progress.accounts
+        assert found.opened == 7
+        min(tmp_path.glob("*.journal")).unlink()
 
 
 def test_diff_names_the_first_other_update(tmp_path: Path, run: Path) -> None:
