@@ -360,7 +360,7 @@ async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Ha
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (FedAsyncSettings(), "must see each update alone"),
+        (FedAsyncSettings(), "needs each update alone"),
         (FedBuffSettings(buffer_size=K, staleness=Polynomial()), "strategy.staleness"),
         (FedAvgSettings(clients_per_round=K, weighting="samples"), "samples"),
         (FedBuffSettings(buffer_size=K + 1), "opens sums of 3 to 3"),
