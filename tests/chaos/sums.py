@@ -52,7 +52,7 @@ from tests.helper.between import Between, Trouble
 from tests.helper.killable import Killable
 from tests.private.devices import Devices
 from tests.private.enrolled import files, policy_of
-from tests.support import EveryRole, Hand, Proxy, context, layout_of, model_of, wait_until
+from tests.support import EveryRole, Hand, Pauses, Proxy, context, layout_of, model_of, wait_until
 from tests.updater.journalled import backed_up, go_back, records
 
 PLANS = 300
@@ -240,10 +240,10 @@ class Played:
             await self.start_updater()
         return await self.hand.ledger.head() is not None
 
-    def _leader(self) -> Updater:
-        """The newest updater that leads, or that is to lead."""
-        updaters = [updater for updater, _ in self.updaters]
-        return max(updaters, key=lambda updater: updater._lease.number)
+    def _leader(self) -> Updater | None:
+        """The updater that has led last; None if none runs."""
+        updaters = [updater for updater, _ in self.updaters if updater._lease.number]
+        return max(updaters, key=lambda updater: updater._lease.number, default=None)
 
     # devices
 
@@ -389,7 +389,10 @@ class Played:
 
     async def _tear(self) -> None:
         """The power fails when a sum is in the journal, before it is on disk."""
-        recorder = self._leader()._recorder
+        leader = self._leader()
+        if leader is None:
+            return
+        recorder = leader._recorder
         mark, until = recorder.appended, time.monotonic() + 2.0
         while recorder.appended == mark and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.0005)  # the record is unsynced for a few milliseconds
@@ -431,8 +434,8 @@ class Played:
             await self.start_helper()
             if not await self._is_led() or await self.hand.queue():
                 return False
-            loop = getattr(self._leader(), "_loop", None)  # None: a standby that has not begun
-            state = getattr(loop, "state", None)
+            leader = self._leader()
+            state = getattr(leader._loop, "state", None) if leader is not None else None
             return state is not None and not state.is_due
 
         await wait_until(is_quiet, what="an updater that has done everything")
@@ -612,13 +615,15 @@ async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Ou
     client.bind(keys.prefix)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fedstream.updater.loop.BLOCK_MS", 20)
-        patched.setattr("fedstream.updater.sums._LOOK_S", plan.look_s)
+        patched.setattr("fedstream.updater.sums.pause", Pauses(plan.look_s))
+        patched.setattr("fedstream.runtime.service.pause", Pauses(0.05))  # also after failures
         async with Proxy(redis) as proxy, Between(late_s=LATE_S) as between:
             played = Played(plan, folder, proxy, between, client, keys)
             try:
                 await played.play()
-            except AssertionError as error:
-                played.failures.append(f"stuck: {error}")
+            except Exception as error:
+                said = "".join(traceback.format_exception(error))
+                played.failures.append(f"not played to the end: {said}")
             finally:
                 await played.kill_updaters()
                 played.kill_helper()
