@@ -1,6 +1,6 @@
 """Private runs under faults: of the helper, of what is between, of updaters, and of Redis.
 
-    python -m tests.chaos.sums [--plans 300] [--seed N ...]
+    python -m tests.chaos.sums [--faults 300] [--of 6] [--seed N ...]
 
 A plan is a run that is played step by step from a seed: devices seal updates and answer, and before
 most steps something fails. A helper is a process of its own; updaters and devices are in this one.
@@ -55,8 +55,7 @@ from tests.private.enrolled import files, policy_of
 from tests.support import EveryRole, Hand, Pauses, Proxy, context, layout_of, model_of, wait_until
 from tests.updater.journalled import backed_up, go_back, records
 
-PLANS = 300
-STEPS = 6  # of a plan, each with a fault
+FAULTS = 6  # of a plan
 DEVICES = 10
 RULE = FedBuffSettings(buffer_size=4)
 LAYOUT = layout_of(50)  # so many that a malformed update can't look like an honest one
@@ -106,11 +105,11 @@ class Plan:
         return f"seed {self.seed} (sync {self.sync}, sigma {self.sigma:g}): {faults}"
 
 
-def plan(seed: int) -> Plan:
-    """The plan of a seed. Any ``len(KINDS)`` plans in a row have every kind of fault."""
-    rng = random.Random(seed)
-    first = [KINDS[(seed * STEPS + step) % len(KINDS)] for step in range(STEPS // 2)]
-    faults = [*first, *rng.choices(KINDS, k=STEPS - len(first))]
+def plan(seed: int, of: int = FAULTS) -> Plan:
+    """The plan of a seed: half of its faults are drawn, half follow from the seed in turn."""
+    rng, half = random.Random(seed), -(-of // 2)
+    in_turn = [KINDS[(seed * half + number) % len(KINDS)] for number in range(half)]
+    faults = [*in_turn, *rng.choices(KINDS, k=of - half)]
     rng.shuffle(faults)
     return Plan(
         seed=seed,
@@ -647,20 +646,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
         counts.update(one.counts)
     seconds = sorted(one.seconds for one in outcomes)
     rows = [
-        ("plans", str(len(outcomes))),
-        ("plans in which a check failed", ", ".join(failed) or "none"),
+        ("runs", str(len(outcomes))),
+        ("runs in which a check failed", ", ".join(failed) or "none"),
         ("faults", str(sum(len(one.plan.faults) for one in outcomes))),
         ("versions", str(sum(one.versions for one in outcomes))),
         ("answers of the helper, repetitions included", str(sum(one.asked for one in outcomes))),
         *((f"batches dropped: {reason}", str(n)) for reason, n in sorted(dropped.items())),
         *((f"tasks {name}", str(n)) for name, n in counts.items()),
-        ("seconds a plan, median", f"{seconds[len(seconds) // 2]:.1f}"),
+        ("seconds a run, median", f"{seconds[len(seconds) // 2]:.1f}"),
     ]
     lines = [
         "# Private runs under faults",
         "",
-        "`python -m tests.chaos.sums`: plans of six faults, drawn from a seed. docs/chaos.md says",
-        "what is checked after each.",
+        "`python -m tests.chaos.sums`: private runs with faults drawn from a seed. docs/chaos.md says",
+        "what is checked after each run.",
         "",
         about,
         "",
@@ -675,17 +674,17 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def _main(seeds: Sequence[int]) -> list[Outcome]:
+async def _main(plans: Sequence[Plan]) -> list[Outcome]:
     outcomes = []
     with (
         tempfile.TemporaryDirectory() as folder,
         redis_server(Path(folder) / "redis", binary=find_servers()[-1]) as server,
     ):
         settings = RedisSettings(url=server.url)
-        for seed in seeds:
-            at = Path(folder) / str(seed)
+        for number, one in enumerate(plans):
+            at = Path(folder) / str(number)
             at.mkdir()
-            outcome = await play(plan(seed), at, settings, Keys(f"sums-{seed}"))
+            outcome = await play(one, at, settings, Keys(f"sums-{number}"))
             outcomes.append(outcome)
             said = "\n  ".join(["FAILED", *outcome.complaints] if outcome.complaints else ["held"])
             sys.stdout.write(f"{outcome.plan}: {outcome.seconds:.1f} s, {said}\n")
@@ -696,11 +695,13 @@ async def _main(seeds: Sequence[int]) -> list[Outcome]:
 def main() -> int:
     """Play, print, and write the table unless only some seeds were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plans", type=int, default=PLANS)
+    parser.add_argument("--faults", type=int, default=300, help="faults in all")
+    parser.add_argument("--of", type=int, default=FAULTS, help="faults per plan")
     parser.add_argument("--seed", type=int, nargs="+", help="play only the plans of these seeds")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    outcomes = asyncio.run(_main(options.seed or range(options.plans)))
+    seeds = options.seed or range(-(-options.faults // options.of))
+    outcomes = asyncio.run(_main([plan(seed, options.of) for seed in seeds]))
     text = table(outcomes)
     sys.stdout.write(text)
     if options.seed is None:
