@@ -8,6 +8,7 @@ synced before the helper is asked, and whichever updater asks again asks for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -93,7 +94,9 @@ class Sums:
             return reasons.SEAL
         if self._epochs is not None and sealed.epoch not in self._epochs:
             return reasons.HELPER_LOST
-        if any(one.device == upload.device for one in progress.held):
+        if any(one.device == upload.device for one in progress.held) or any(
+            upload.device in devices for devices in progress.recent
+        ):
             return reasons.IN_THE_BATCH
         account = progress.accounts.get(upload.device)
         weight = policy.weights[state.version - upload.since]
@@ -123,6 +126,7 @@ class Sums:
                 epsilon(self._policy, squares, sums, delta),
                 delta,
                 self._spent(progress),
+                frozenset(chain.from_iterable(progress.recent)),
             )
             self._loss = accounts, loss
         return loss
@@ -133,13 +137,12 @@ class Sums:
         return frozenset(device for device, one in progress.accounts.items() if one.squares > most)
 
     def exhausted(self, progress: Progress, devices: int, batch: int) -> str:
-        """Why a run with ``devices`` is over; '' if ``batch`` of them may still take part."""
+        """Why a run with ``devices`` is over; '' if enough of them may take part in turn."""
         left = devices - len(self._spent(progress))
+        batch *= self._policy.bands  # a device is in one of so many sums in a row
         if left >= batch:
             return ""
-        return (
-            f"the privacy budget is spent: {left} devices may still take part, a sum needs {batch}"
-        )
+        return f"the privacy budget is spent: {left} devices may still take part, sums need {batch}"
 
     # the helper
 

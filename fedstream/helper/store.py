@@ -143,9 +143,10 @@ class HelperStore:
 
         Raises NotOpened, StoreFailed.
         """
-        if not self._is_opened(intent.digest):
+        digest = intent.digest
+        if not self._is_opened(digest):
             with _written(self._database):
-                self._record(intent)
+                self._record(intent, digest)
             self._updates += len(intent.updates)
         self._count.write(self._name, self._updates)
 
@@ -155,16 +156,17 @@ class HelperStore:
         The noise is kept while the run's next batches take it back, and while there is the key of
         ``epoch``. Raises NotOpened, StoreFailed.
         """
-        if self._is_opened(intent.digest):
+        digest = intent.digest
+        if self._is_opened(digest):
             self._count.write(self._name, self._updates)
-            return self._noise_again(intent.digest)
+            return self._noise_again(digest)
         with _written(self._database):
-            self._record(intent)
+            self._record(intent, digest)
             self._refuse_too_soon(intent)
             found = self._policy.correlation.noise(drawn(), self._kept_noise(intent.run))
             self._database.execute(
                 "INSERT INTO turns (run, intent, epoch, noise) VALUES (?, ?, ?, ?)",
-                (intent.run, intent.digest, epoch, found.astype(_NOISE_TYPE).tobytes()),
+                (intent.run, digest, epoch, found.astype(_NOISE_TYPE).tobytes()),
             )
             self._database.execute(
                 "DELETE FROM turns WHERE run = ?1 AND number NOT IN "
@@ -206,7 +208,7 @@ class HelperStore:
                     device=update.device,
                 )
 
-    def _record(self, intent: Intent) -> None:
+    def _record(self, intent: Intent, digest: str) -> None:
         for update in intent.updates:
             self._refuse_overlap(intent.run, update.task)
         batch = list(zip(intent.updates, intent.weights, strict=True))
@@ -214,7 +216,7 @@ class HelperStore:
         self._database.executemany(
             "INSERT INTO opened VALUES (?, ?, ?, ?, ?, ?)",
             [
-                (intent.run, update.task, update.device, weight, place, intent.digest)
+                (intent.run, update.task, update.device, weight, place, digest)
                 for place, (update, weight) in enumerate(batch)
             ],
         )

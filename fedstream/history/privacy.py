@@ -52,8 +52,9 @@ class PrivacyStatement:
     devices: int
     policy: PrivacyPolicy
     delta: float
-    opened: int  # sums that made a version
-    dropped: Mapping[str, int]  # batches that made none, by reason
+    opened: int  # sums that the server has, whether or not they made a version
+    versions: int
+    dropped: Mapping[str, int]  # batches that made no version, by reason
     accounts: Mapping[int, PrivacyAccount]
     is_whole: bool  # False: sums before an adopted model may be missing
 
@@ -99,7 +100,7 @@ class PrivacyStatement:
             "strategy": self.strategy,
             "policy": policy.model_dump(mode="json") | {"digest": policy.digest},
             "norm_bound": policy.norm_bound,
-            "noise_sigma": policy.noise_sigma,
+            "noise_sigma": policy.sum_sigma,
             "unit": "device of the roster",
             "adjacency": "zero-out",
             "accountant": "zCDP, converted (Canonne, Kamath and Steinke 2020)",
@@ -109,6 +110,7 @@ class PrivacyStatement:
             "exact_gaussian_epsilon": _finite(self.exact_epsilon),
             "epsilon_limit": _finite(self.limit),
             "sums_opened": self.opened,
+            "versions": self.versions,
             "sums_dropped": dict(self.dropped),
             "is_whole": self.is_whole,
             "devices": [
@@ -168,15 +170,16 @@ class PrivacyStatement:
         )
         if self.dropped:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            yield "dropped", f"{counted(sum(self.dropped.values()), 'batch')}: {why}"
+            yield "dropped", f"{counted(sum(self.dropped.values()), 'sum')}: {why}"
         yield from self._result()
 
     def _noise(self) -> str:
         policy = self.policy
         if not policy.sigma:
             return "none"
+        turns = f", correlated over {policy.bands} sums" if policy.bands > 1 else ""
         return (
-            f"sigma {policy.sigma:g}, in units {policy.noise_sigma:,.0f} (discrete Gaussian); "
+            f"sigma {policy.sigma:g}, in units {policy.sum_sigma:,.0f} (discrete Gaussian){turns}; "
             f"{policy.participations:,} participations"
         )
 
@@ -202,7 +205,8 @@ class PrivacyStatement:
             "epsilon",
             (
                 f"{worst.epsilon:.3f} at delta {self.delta:g}, of the most exposed device (rho "
-                f"{worst.rho:.4f}); {self.exact_epsilon:.3f} if the noise were continuous (exact)"
+                f"{worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
+                "continuous noise"
             ),
         )
         none_left = sum(not one.left for one in self.by_device)
@@ -276,8 +280,9 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
     if first.dropped:
         dropped["before the oldest segment"] = first.dropped
     held = [(one.device, int(one.weight)) for one in first.held]
-    version = first.version
+    found = first.version
     for segment, cut in cuts(chain):
+        versions = segment.standing.version
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and entry.outcome == "buffered":
                 held.append((entry.upload.device, int(entry.weight)))
@@ -286,13 +291,14 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
                 accounts = charged(
                     accounts, held, is_opened=is_opened, is_dropped=bool(entry.reason)
                 )
+                found += is_opened
                 if entry.reason:
                     dropped[entry.reason] += 1
                 held.clear()
             elif isinstance(entry, RoundClosed) and entry.dropped:
                 dropped["too few answers"] += 1
                 held.clear()
-            version = entry.version
+            versions = entry.version
     return PrivacyStatement(
         run=head.run,
         lineage=head.lineage,
@@ -300,7 +306,8 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
         devices=head.devices,
         policy=policy,
         delta=delta,
-        opened=version,
+        opened=found,
+        versions=versions,
         dropped=dropped,
         accounts=accounts,
         is_whole=all(segment.standing.why != "adopted" for segment in chain),

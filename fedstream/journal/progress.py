@@ -42,7 +42,7 @@ class Progress:
 
     Of a private run also the devices' privacy accounts, the number of dropped batches, and the
     sealed updates of the batch that is not opened yet; the batch's contributions are the last that
-    are held.
+    are held. With correlated noise also the devices of the last opened sums.
     """
 
     state: State
@@ -52,6 +52,7 @@ class Progress:
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
     dropped: int = 0
+    recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
 
     @property
     def in_sum(self) -> tuple[Contribution, ...]:
@@ -191,6 +192,9 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
     if why:
         state = strategy.drop_sum(before.state)
     batch = [(one.device, int(one.weight)) for one in before.in_sum]
+    recent = before.recent
+    if masks is not None and strategy.sits_out:
+        recent = (*recent, tuple(device for device, _ in batch))[-strategy.sits_out :]
     accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
     held = before.held[: len(before.held) - len(before.sealed)] if why else before.held
     made = held if state.version != before.state.version else None
@@ -201,6 +205,7 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         sealed=(),
         accounts=accounts,
         dropped=before.dropped + bool(why),
+        recent=recent,
     )
     return Step(after, made=made, dropped=why)
 

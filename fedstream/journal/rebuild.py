@@ -126,6 +126,7 @@ def standing_of(
                 for device, one in sorted(progress.accounts.items())
             ),
             "dropped": progress.dropped,
+            "recent": progress.recent,
             **more,
         }
     )
@@ -177,6 +178,7 @@ class Rebuild:
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
             said.dropped,
+            said.recent,
         )
         self.strategy = strategy
         self.format = format_in(segment)

@@ -12,7 +12,7 @@ from fedstream.core.messages import Event
 from fedstream.history import charts
 from fedstream.history.charts import Chart
 from fedstream.history.devices import DeviceTable, devices_of
-from fedstream.history.display import duration, failing
+from fedstream.history.display import duration, failing, privacy_rows
 from fedstream.history.live.alarms import alarms
 from fedstream.history.live.flow import flow
 from fedstream.history.live.recent import is_measurement
@@ -76,6 +76,7 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
+    found += privacy_rows(tally.head.privacy and tally.head.privacy.about)
     if tally.failing:
         found.append(("failing and resting", failing(tally.failing_devices)))
     return found
