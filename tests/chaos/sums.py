@@ -19,7 +19,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -607,9 +608,11 @@ def _complaints_of_models(entries: Sequence[EntryRecord], played: Played) -> Ite
 # plans
 
 
-async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Outcome:
-    """Play a plan against a Redis that is for it alone."""
-    began = time.monotonic()
+@asynccontextmanager
+async def playing(
+    plan: Plan, folder: Path, redis: RedisSettings, keys: Keys
+) -> AsyncIterator[Played]:
+    """A plan's run, to be played against a Redis that is for it alone."""
     client = Client(redis, "test")
     client.bind(keys.prefix)
     with pytest.MonkeyPatch.context() as patched:
@@ -619,18 +622,24 @@ async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Ou
         async with Proxy(redis) as proxy, Between(late_s=LATE_S) as between:
             played = Played(plan, folder, proxy, between, client, keys)
             try:
-                await played.play()
-            except Exception as error:
-                said = "".join(traceback.format_exception(error))
-                played.failures.append(f"not played to the end: {said}")
+                yield played
             finally:
                 await played.kill_updaters()
                 played.kill_helper()
-            try:
-                outcome = await played.outcome()
-            finally:
                 await client.call("FLUSHALL")
                 await client.close()
+
+
+async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Outcome:
+    """Play a plan; say what became of it."""
+    began = time.monotonic()
+    async with playing(plan, folder, redis, keys) as played:
+        try:
+            await played.play()
+        except Exception as error:
+            said = "".join(traceback.format_exception(error))
+            played.failures.append(f"not played to the end: {said}")
+        outcome = await played.outcome()
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -658,8 +667,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Private runs under faults",
         "",
-        "`python -m tests.chaos.sums`: private runs with faults drawn from a seed. docs/chaos.md says",
-        "what is checked after each run.",
+        "`make chaos`: private runs with faults drawn from a seed. docs/chaos.md says what is",
+        "checked after each run.",
         "",
         about,
         "",
