@@ -86,20 +86,23 @@ class LiveRow:
 
 
 _RULE: KeyValues = {"strategy.name": "fedbuff"}
-_FEW: KeyValues = _RULE | {
+_FEW: KeyValues = {
+    **_RULE,
     "task.devices": 20,
     "strategy.buffer_size": 5,
     "run.versions": 150,
     "evaluator.every": 5,
 }
-_MANY: KeyValues = _RULE | {
+_MANY: KeyValues = {
+    **_RULE,
     "task.devices": 100,
     "task.partition.kind": "iid",
     "strategy.buffer_size": 50,
     "run.versions": 20,
     "evaluator.every": 1,
 }
-_AUDITED: KeyValues = _RULE | {
+_AUDITED: KeyValues = {
+    **_RULE,
     "task.name": "experiments.canaries:canaries",
     "strategy.buffer_size": 50,
     "run.versions": 18,
@@ -108,21 +111,23 @@ _AUDITED: KeyValues = _RULE | {
 }
 ACCURACY = {  # and the cells that they are compared with
     LiveCell("plain", _FEW, ()): None,
-    LiveCell("private", _FEW | {"private.terms.clip": 20.0}): "plain",
+    LiveCell("private", {**_FEW, "private.terms.clip": 20.0}): "plain",
     LiveCell("plain, K = 50", _MANY, (), seeds=3): None,
     LiveCell(
         "private with noise, K = 50",
-        _MANY | {"private.terms.sigma": 2.2, "private.terms.participations": 12},
+        {**_MANY, "private.terms.sigma": 2.2, "private.terms.participations": 12},
         seeds=3,
     ): "plain, K = 50",
 }
 AUDITS = {  # by sigma
-    sigma: LiveCell(f"audit, sigma = {sigma:g}", _AUDITED | {"private.terms.sigma": sigma}, seeds=1)
+    sigma: LiveCell(
+        f"audit, sigma = {sigma:g}", {**_AUDITED, "private.terms.sigma": sigma}, seeds=1
+    )
     for sigma in (0.0, 1.0, 2.0, 4.0)
 }
 CROWD = LiveCell(
     "100 devices over HTTPS",
-    _RULE | {"task.devices": 100, "strategy.buffer_size": 20, "run.versions": 25},
+    {**_RULE, "task.devices": 100, "strategy.buffer_size": 20, "run.versions": 25},
     ("--private", "--devices-over-http", "100"),
     seeds=1,
 )
@@ -325,9 +330,9 @@ def _audit(rows: dict[str, list[LiveRow]]) -> list[str]:
 _ESTIMATES = (canaries.epsilon, canaries.common_epsilon)
 
 
-def _estimated(by: Callable[[Scores, Scores, float], float], *scores: Scores) -> str:
-    low, high = canaries.interval(by, *scores, DELTA)
-    return f"{by(*scores, DELTA):.2f} ({low:.2f} to {high:.2f})"
+def _estimated(by: Callable[[Scores, Scores, float], float], sent: Scores, unsent: Scores) -> str:
+    low, high = canaries.interval(by, sent, unsent, DELTA)
+    return f"{by(sent, unsent, DELTA):.2f} ({low:.2f} to {high:.2f})"
 
 
 def _draw(scores: dict[float, tuple[Scores, Scores]], titles: dict[float, str]) -> None:
