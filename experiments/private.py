@@ -163,7 +163,7 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         replayed = next(x for x in _call("replay", str(out)).splitlines() if "identical" in x)
         if cell in AUDITS.values():
             sent, unsent = canaries.scores(canaries.released(out / "journal"), _limit(cell))
-            keep_scores(cell, sent, unsent)
+            keep_scores(cell, seed, sent, unsent)
         summary = json.loads((out / "summary.json").read_text())
         table = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
         measured = [float(row["accuracy"]) for row in table if row.get("accuracy")] or [0.0]
@@ -230,25 +230,32 @@ def add(row: LiveRow) -> None:
         writer.writerows(asdict(one) for one in rows)
 
 
+def _score_lines() -> list[dict[str, str]]:
+    if not (RESULTS / SCORES).exists():
+        return []
+    text = gzip.decompress((RESULTS / SCORES).read_bytes()).decode()
+    return list(csv.DictReader(io.StringIO(text)))
+
+
 def _all_scores() -> dict[str, tuple[Scores, Scores]]:
     """The audits' scores by cell: of canaries that took part, and of directions never sent."""
-    if not (RESULTS / SCORES).exists():
-        return {}
-    text = gzip.decompress((RESULTS / SCORES).read_bytes()).decode()
     found: dict[str, tuple[list[float], list[float]]] = {}
-    for line in csv.DictReader(io.StringIO(text)):
+    for line in _score_lines():
         kinds = found.setdefault(line["cell"], ([], []))
         kinds[line["sent"] == "0"].append(float(line["cosine"]))
     return {cell: (np.array(sent), np.array(unsent)) for cell, (sent, unsent) in found.items()}
 
 
-def keep_scores(cell: LiveCell, sent: Scores, unsent: Scores) -> None:
+def keep_scores(cell: LiveCell, seed: int, sent: Scores, unsent: Scores) -> None:
+    """Add an audit's scores to the raw results."""
+    lines = _score_lines()
+    for is_sent, scores in (("1", sent), ("0", unsent)):
+        of = {"cell": cell.name, "seed": str(seed), "sent": is_sent}
+        lines += [{**of, "cosine": f"{score:.4g}"} for score in scores]
     text = io.StringIO()
-    print("cell,sent,cosine", file=text)
-    for name, kinds in {**_all_scores(), cell.name: (sent, unsent)}.items():
-        for is_sent, scores in zip((1, 0), kinds, strict=True):
-            for score in scores:
-                print(f'"{name}",{is_sent},{score:.5g}', file=text)
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     (RESULTS / SCORES).write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
 
 
