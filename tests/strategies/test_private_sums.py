@@ -41,7 +41,7 @@ class Run:
     def takes(self, tau: int = 0, values: np.ndarray | None = None) -> np.ndarray:
         """A device's update, as the server must not see it; ``values``: in place of drawn ones."""
         if values is None:
-            delta = self.rng.standard_normal(SIZE).astype(np.float32) / 10
+            delta = (self.rng.standard_normal(SIZE) / 10).astype(np.float32)
             values = rounded(delta, self.policy, self.rng)
         seed = os.urandom(32)
         sent = Model(self.layout)
