@@ -53,6 +53,8 @@ def test_releases_are_tested_and_attested() -> None:
 def test_images_are_scanned_before_they_are_pushed_and_signed_by_digest() -> None:
     image = JOBS["image"]
     assert image["needs"] == "test"
+    tags = {one["suffix"]: one["torch"] for one in image["strategy"]["matrix"]["include"]}
+    assert tags == {"": "cpu", "-helper": "none"}
     scan, push, sign = (
         next(
             n for n, step in enumerate(image["steps"]) if text in step.get("uses", step.get("run"))
@@ -61,7 +63,7 @@ def test_images_are_scanned_before_they_are_pushed_and_signed_by_digest() -> Non
     )
     assert scan < push < sign
     assert "RepoDigests" in image["steps"][push]["run"]
-    assert image["steps"][sign]["run"] == 'cosign sign --yes "$(cat image.txt)"'
+    assert image["steps"][sign]["run"] == 'cosign sign --yes "$(cat "$FILE")"'
 
 
 def test_workflows_run_existing_make_targets() -> None:

@@ -36,6 +36,7 @@ _LOOK_S = 5.0  # between two requests for the helper's key
 _EXPIRE_MS = 600_000  # of the key in Redis, which the updater renews
 _SUSPECT: Final = 3  # dropped batches in a row after which a device is quarantined
 EPOCHS: Final = "Fedstream-Epochs"  # header of the helper's key: the epochs that it can still open
+INTENT: Final = "Fedstream-Intent"  # header of a sum of masks: its intent's digest
 # Refusals that blame the device that the helper names, or the device of the task that it names.
 _BLAMED: Final = frozenset({"signature", "seal", "not in roster", "participation"})
 
@@ -159,8 +160,13 @@ class Sums:
             updates=tuple(SealedUpdate.decode(one) for one in progress.sealed),
             weights=tuple(int(one.weight) for one in progress.in_sum),
         )
-        status, body, about, _ = await self._ask("POST", "/v1/open", intent.encode())
+        status, body, about, headers = await self._ask("POST", "/v1/open", intent.encode())
         if status == 200:
+            if headers.get(INTENT) != intent.digest:  # a proxy mixed answers up
+                raise HelperUnavailable(
+                    f"the helper at {self._url} answered for intent {headers.get(INTENT)}, asked "
+                    f"was {intent.digest}"
+                )
             size = self._policy.word_bits // 8 * self._policy.parameters
             if len(body) != size:
                 raise HelperUnavailable(
@@ -209,7 +215,7 @@ class Sums:
 
     async def _ask(
         self, method: str, route: str, body: bytes | None = None
-    ) -> tuple[int, bytes, dict[str, Any], dict[str, str]]:
+    ) -> tuple[int, bytes, dict[str, Any], Mapping[str, str]]:
         """One request: status, body, the body's JSON object if it is one, and headers."""
         settings = self._settings
         sent = {}
@@ -225,14 +231,13 @@ class Sums:
             ):
                 data = await reply.read()
                 about = await reply.json() if reply.content_type.endswith("json") else {}
-                headers = dict(reply.headers)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise HelperUnavailable(
                 f"the helper at {self._url} can't be asked: {error or type(error).__name__}"
             ) from error
         if reply.status == 401:
             raise ConfigError(f"private.token: the helper at {self._url} refuses it")
-        return reply.status, data, about if isinstance(about, dict) else {}, headers
+        return reply.status, data, about if isinstance(about, dict) else {}, reply.headers
 
 
 def _sealed_in(upload: Upload) -> SealedUpdate | None:

@@ -55,7 +55,7 @@ async def findings(
 
 
 def _keys(
-    private: PrivateSettings, policy: PrivacyPolicy, owns: tuple[int, ...] | None
+    private: PrivateSettings, policy: PrivacyPolicy, owns: tuple[int, ...]
 ) -> Iterator[Finding]:
     about = "devices' keys"
     if private.keys is None:
@@ -69,7 +69,7 @@ def _keys(
     except ConfigError as error:
         yield problem(about, str(error))
         return
-    if missing := [device for device in owns or () if device not in keys]:
+    if missing := [device for device in owns if device not in keys]:
         yield problem(
             about,
             f"private.keys = {private.keys!r} has no {missing[0]}.pem, and trainer.owns names "
@@ -80,7 +80,7 @@ def _keys(
     there = f"private.keys = {private.keys!r} has keys of {len(keys)} devices"
     if KeyRoster(raw).digest == policy.roster:
         yield ok(about, f"{there}, those of the policy's roster")
-    elif owns is not None:
+    elif owns:
         yield not_checked(about, f"{there}; whether the roster has them, the helper says")
     else:
         yield warning(

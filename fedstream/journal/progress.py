@@ -33,7 +33,7 @@ class PrivacyAccount:
 
     squares: int = 0  # of its weights, added up
     sums: int = 0  # that were opened with an update of it
-    burnt: int = 0  # the last batches with an update of it that were dropped, in a row
+    burnt: int = 0  # the last opened sums with an update of it that were dropped, in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +165,16 @@ def charged(
     is_dropped: bool,
 ) -> Mapping[int, PrivacyAccount]:
     """The accounts after a batch of (device, weight). A sum that is opened counts."""
+    if not is_opened:  # the helper's refusal says nothing of most devices
+        return accounts
     found = dict(accounts)
     for device, weight in batch:
         was = found.get(device, PrivacyAccount())
-        if is_opened:
-            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
-        found[device] = replace(was, burnt=was.burnt + 1 if is_dropped else 0)
+        found[device] = PrivacyAccount(
+            squares=was.squares + weight**2,
+            sums=was.sums + 1,
+            burnt=was.burnt + 1 if is_dropped else 0,
+        )
     return found
 
 

@@ -83,6 +83,11 @@ class SegmentHead(Message):
     goal: dict[Name, Goal] | None = None
     stop_metric: Name | None = None  # that may end the run
 
+    @property
+    def masked(self) -> bool:
+        """Whether updates are masked, as in a private run."""
+        return PRIVATE_SUMS in self.needs
+
 
 class Standing(Message):
     """The state of the run, second record of a segment. Payload: the model, then the memory."""
@@ -253,6 +258,13 @@ KINDS: tuple[type[Message], ...] = (
 def name_of(epoch: int, number: int) -> str:
     """A segment's file name; these names sort by age."""
     return f"{epoch:08d}-{number:06d}{SUFFIX}"
+
+
+def dropped_by(message: Message) -> int:
+    """The number of the newest buffered updates that a record drops."""
+    if isinstance(message, SumOpened):
+        return message.updates if message.reason else 0
+    return message.dropped if isinstance(message, RoundClosed) else 0
 
 
 def is_used(message: Message) -> TypeGuard[Taken]:

@@ -68,11 +68,14 @@ class LocalHelper:
 
         Raises ConfigError, OSError.
         """
-        from fedstream.operate.agreement import agree
+        from fedstream.operate.agreement import Agreement, agree
 
-        private = settings.private
-        if private.policy is None:
-            private = agree(self.folder, settings, layout, devices).of_run(private)
+        if settings.private.policy is None:
+            found = agree(self.folder, settings, layout, devices)
+        else:
+            found = Agreement.read(self.folder)
+            found.configure_helper()  # the folder may have moved
+        private = found.of_run(settings.private)
         helper = {"helper": f"http://{_HOST}:{self.port}", "token": SecretStr(self.token)}
         return settings.model_copy(update={"private": private.model_copy(update=helper)})
 

@@ -86,7 +86,7 @@ class OverHttp:
                     self.url,
                     "--ca",
                     str(self.folder / _CA),
-                    *self._identity(device, settings.private),
+                    *self.identity(device, settings.private),
                     "--config",
                     str(config),
                 ),
@@ -97,7 +97,7 @@ class OverHttp:
             for device, text in made.invites.items()
         ]
 
-    def _identity(self, device: int, private: PrivateSettings) -> Sequence[str]:
+    def identity(self, device: int, private: PrivateSettings) -> Sequence[str]:
         """Options for a device's key and the folder of what it remembers."""
         own = self.folder / f"device-{device}.pem"
         if private.policy is None or private.owner is None or private.keys is None:

@@ -93,7 +93,8 @@ def run(
         if request.has_helper:
             held = stack.enter_context(HeldPort((HOST, 0)))
             helper = LocalHelper((request.out / private.PRIVATE).absolute(), held.number)
-            private.check(request.settings, layout_of(subject.module), subject.devices)
+            devices = request.devices_over_http or subject.devices
+            private.check(request.settings, layout_of(subject.module), devices)
         stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
         url = request.settings.redis.url

@@ -55,6 +55,14 @@ class Agreement:
         files = {"policy": str(self.folder / POLICY), "keys": str(self.folder / KEYS)}
         return settings.model_copy(update={**files, "owner": self.owner})
 
+    def configure_helper(self) -> None:
+        """Write the helper's configuration, with the folder's present place. Raises OSError."""
+        files = {"policy": POLICY, "roster": ROSTER, "key": HELPER, "store": STORE}
+        here = self.folder.absolute()
+        table = {key: str(here / name) for key, name in files.items()} | {"owner": self.owner}
+        text = tomli_w.dumps({"helper": table, "http": {"port": _PORT}})
+        (self.folder / CONFIG).write_text(text, encoding="utf-8")
+
 
 def draft(
     settings: Settings, layout: Layout, devices: int, *, roster: str = _UNKNOWN, helper: str = ""
@@ -78,8 +86,8 @@ def draft(
         )
     if devices < rule.batch:
         raise ConfigError(
-            f"strategy.{rule.batch_key} = {rule.batch}, but the run has {devices} devices "
-            "(task.devices), and a private sum takes one update of each: lower the first"
+            f"strategy.{rule.batch_key} = {rule.batch}, but {devices} devices take part, and a "
+            "private sum has one update of each at most: lower it"
         )
     try:
         policy = PrivacyPolicy.finest(
@@ -130,9 +138,10 @@ def agree(
     )
     public = owner.public_key().public_bytes_raw().hex()
     (folder / ROSTER).write_bytes(known.text)
-    (folder / CONFIG).write_text(_helper_config(folder.absolute(), public), encoding="utf-8")
+    made = Agreement(folder, policy, public)
+    made.configure_helper()
     (folder / POLICY).write_bytes(signed(policy, owner))  # last: the rest is there
-    return Agreement(folder, policy, public)
+    return made
 
 
 def in_words(policy: PrivacyPolicy, delta: float) -> str:
@@ -152,12 +161,6 @@ def most_epsilon(policy: PrivacyPolicy, delta: float) -> float:
     """Epsilon at ``delta`` of a device that has taken part as often as the policy allows."""
     batches = policy.allowance // min(policy.weights) ** 2
     return epsilon(policy, policy.allowance, batches, delta)
-
-
-def _helper_config(folder: Path, owner: str) -> str:
-    files = {"policy": POLICY, "roster": ROSTER, "key": HELPER, "store": STORE}
-    table = {key: str(folder / name) for key, name in files.items()} | {"owner": owner}
-    return tomli_w.dumps({"helper": table, "http": {"port": _PORT}})
 
 
 def _content(file: Path) -> bytes:

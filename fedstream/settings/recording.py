@@ -64,7 +64,7 @@ def resumable(folder: Path, settings: Settings, ask: Callable[[str], None] | Non
         return False  # reported later
     try:
         with opened(folder) as chain:
-            check_sources(chain[-1], settings.rule)
+            check_sources(chain[-1], settings.strategy)
     except RuleChanged as error:
         if ask is None:
             raise

@@ -240,6 +240,11 @@ class Played:
             await self.start_updater()
         return await self.hand.ledger.head() is not None
 
+    def _leader(self) -> Updater:
+        """The newest updater that leads, or that is to lead."""
+        updaters = [updater for updater, _ in self.updaters]
+        return max(updaters, key=lambda updater: updater._lease.number)
+
     # devices
 
     async def answer(self, device: int, *, malformed: bool = False, attempts: int = 1) -> None:
@@ -286,7 +291,8 @@ class Played:
         await self.goes_on()
         for fault in self.plan.faults:
             if self.rng.random() < 0.5:
-                self.backup = await backed_up(self.client)
+                found = await backed_up(self.client)  # a key may expire meanwhile
+                self.backup = {name: one for name, one in found.items() if one[0] is not None}
             if self.rng.random() < 0.5:
                 self.kept_store = self.helper.store.read_bytes()
             await self._fail(fault)
@@ -335,9 +341,11 @@ class Played:
     async def _store_rolled_back(self) -> None:
         """An operator restores a backup, which must be refused, and then begins with nothing."""
         self.kill_helper()
+        newest = self.helper.opened()
         self._forget_store()
         if self.kept_store is not None:
             self.helper.store.write_bytes(self.kept_store)
+        if self.kept_store is not None and self.helper.opened() != newest:
             try:
                 await self.helper.start()
             except ConfigError:
@@ -345,7 +353,7 @@ class Played:
             else:
                 self.failures.append("the helper started on a store that was rolled back")
                 self.helper.kill()
-            self.helper.store.unlink()
+        self.helper.store.unlink(missing_ok=True)
         await self.start_helper()
 
     async def _replayed(self) -> None:
@@ -381,16 +389,16 @@ class Played:
 
     async def _tear(self) -> None:
         """The power fails when a sum is in the journal, before it is on disk."""
-        recorder = self.updaters[-1][0]._recorder
+        recorder = self._leader()._recorder
         mark, until = recorder.appended, time.monotonic() + 2.0
-        while recorder.appended == mark and time.monotonic() < until:
-            await asyncio.sleep(0.0005)
+        while recorder.appended == mark and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.0005)  # the record is unsynced for a few milliseconds
         async with self.starting:
             unsynced, ending = recorder.appended - recorder.safe, recorder.ending
             await self.kill_updaters()
             if unsynced and ending is not None:
                 self.happened["records lost with the power"] += 1
-                os.truncate(ending.path, ending.size - self.rng.randint(1, unsynced))
+                os.truncate(ending.path, ending.at - self.rng.randint(1, unsynced))
 
     async def _redis_emptied(self) -> None:
         await self.client.call("FLUSHALL")
@@ -423,7 +431,8 @@ class Played:
             await self.start_helper()
             if not await self._is_led() or await self.hand.queue():
                 return False
-            state = getattr(self.updaters[-1][0]._loop, "state", None)
+            loop = getattr(self._leader(), "_loop", None)  # None: a standby that has not begun
+            state = getattr(loop, "state", None)
             return state is not None and not state.is_due
 
         await wait_until(is_quiet, what="an updater that has done everything")

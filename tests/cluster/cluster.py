@@ -130,7 +130,7 @@ class Cluster:
             text = text.replace("coordinator.fedstream.svc", f"coordinator.{self.namespace}.svc")
         found = list(yaml.safe_load_all(text))
         for one in found:
-            if one["kind"] == "Namespace":
+            if one["kind"] == "Namespace" and one["metadata"]["name"] == "fedstream":
                 one["metadata"]["name"] = self.namespace
             if one["kind"] in WORKLOADS and self.node:
                 selector = {"kubernetes.io/hostname": self.node}

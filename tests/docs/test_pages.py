@@ -591,18 +591,29 @@ def test_gateway_protocol(reader: Open) -> None:
 
 
 def test_privacy(reader: Open) -> None:
-    """Two trust domains, eight devices: their mean within its noise, and not a second time."""
+    """A run with a helper of its own; then parties apart: their mean within its noise, once."""
     with HeldPort() as port, reader("docs/privacy.md") as page:
-        owner = page.python().strip()
-        file = page.save("helper.toml", "toml")
-        text = file.read_text().replace("OWNER", owner).replace("8444", str(port.number))
-        file.write_text(text)
+        page.follow("fedstream helper")
+        out = newest(page)
+        assert summary(out)["versions"] == 30
+        shown = " ".join((ROOT / "docs" / "privacy.md").read_text().split())
+        assert summary(out)["privacy"]["statement"] in shown
+        [agreed] = [said for command, said in page.said.items() if "fedstream agree" in command]
+        [owner] = re.findall(r"owner +([0-9a-f]{64})", agreed)
+        file = page.folder / "private" / "helper.toml"
+        assert owner in file.read_text()
+        file.write_text(file.read_text().replace("8444", str(port.number)))
         page.begin()
         page.ready()
+        file = page.save("private.toml", "toml")
+        text = file.read_text().replace("OWNER", owner).replace("8444", str(port.number))
+        file.write_text(text)
+        page.follow()
+        assert summary(newest(page))["privacy"]["sigma"] == 1.0
         asked = page.text("python").replace("8444", str(port.number))
         (page.folder / "ask.py").write_text(asked)
         mean = float(page.given("python ask.py").split()[-1])
-        assert mean == pytest.approx(0.0233, abs=0.02)
+        assert mean == pytest.approx(0.0045, abs=0.007)
         code, said = page.shell.run("python ask.py")
         assert code == 1
         assert "HTTP Error 409" in said

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 from fedstream.runtime.process import death_with_parent
 from tests.broker.servers import redis_7
-from tests.integration.command import TEST_GUARD_S
+from tests.integration.command import TEST_GUARD_S, wait_until
 from tests.k8s.conftest import Net
 from tests.k8s.manifests import Manifest, Manifests, texts
-from tests.k8s.workloads import Workload, environment, sources
+from tests.k8s.workloads import Workload, environment, sources, workloads
 
 # Services that pods reach by name, and the pods behind them.
 _BEHIND = {"redis": "redis-0", "helper.fedstream-helper.svc": "helper-0"}
@@ -119,3 +121,33 @@ class Pod:
     def ended(self) -> int:
         """Exit code of the container. TimeoutExpired after the grace period."""
         return self.process.wait(self.workload.pod["terminationGracePeriodSeconds"])
+
+    def run(self) -> dict[str, Any]:
+        """What a coordinator says of the run."""
+        with urlopen(f"http://{self.address}:8080/v1/runs/demo") as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+
+@contextmanager
+def started(
+    folder: Path, net: Net, programs: Path, *renderings: Manifests
+) -> Iterator[Mapping[str, Pod]]:
+    """All pods by name, once they are ready."""
+    pods = [
+        Pod(manifests, workload, number, folder, net)
+        for manifests in renderings
+        for workload in workloads(manifests)
+        for number in range(workload.spec.get("replicas", 1))
+    ]
+    try:
+        for pod in pods:
+            pod.start(programs)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            for pod in pods:
+                wait_until(lambda: pod.passes(probe), f"{probe} of {pod.name}")  # noqa: B023
+        yield {pod.name: pod for pod in pods}
+    finally:
+        for pod in pods:
+            if hasattr(pod, "process"):
+                pod.process.kill()

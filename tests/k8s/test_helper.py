@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import ssl
+import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -13,18 +15,38 @@ import pytest
 import trustme
 import yaml
 
-from fedstream.private.policy import signed
 from fedstream.private.sealing import EpochKey
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
+from tests.broker.servers import redis_7
+from tests.chaos.history import replayed
 from tests.integration.command import TEST_GUARD_S, wait_until
 from tests.k8s.conftest import Net, missing
-from tests.k8s.manifests import K8S, ROOT, Manifest, Manifests, kubectl, on_base, rendered
-from tests.k8s.pods import Pod
+from tests.k8s.manifests import (
+    K8S,
+    ROOT,
+    Manifest,
+    Manifests,
+    kubectl,
+    kustomized,
+    on_base,
+    rendered,
+)
+from tests.k8s.pods import Pod, started
 from tests.k8s.test_image import default
-from tests.k8s.workloads import Workload, environment, sources, workloads
-from tests.private.enrolled import HELPER, OWNER, ROSTER, hex_of, pem_of, policy_of
+from tests.k8s.workloads import environment, sources, workloads
+from tests.private.enrolled import OWNER, hex_of
 
+BATCH, VERSIONS = 3, 3
+OVERLAY = f"""
+namespace: fedstream
+resources: [K8S/overlays/dev]
+components: [K8S/private]
+configMapGenerator:
+  - name: fedstream-settings
+    behavior: merge
+    literals: [FEDSTREAM_STRATEGY__NAME=fedbuff, FEDSTREAM_STRATEGY__BUFFER_SIZE={BATCH}]
+"""
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 PRIVATE = yaml.safe_load((ROOT / "compose.private.yaml").read_text())
 
@@ -113,64 +135,118 @@ def made(kind: str, name: str, files: dict[str, bytes]) -> Manifest:
     return {"kind": kind, "metadata": {"name": name}, key: texts}
 
 
+@dataclass(frozen=True)
+class Parties:
+    """What the parties made before, and the authorities of the two certificates."""
+
+    helper: Manifests
+    run: Manifests
+    of_helper: trustme.CA
+    of_updater: trustme.CA
+
+
 @pytest.fixture
-def domain(
-    helper: Manifests, tmp_path: Path, net: Net, quick_programs: Path
-) -> Iterator[tuple[Pod, trustme.CA, trustme.CA]]:
-    """The helper's pod, the authority of its certificate, and that of its clients."""
+def parties(helper: Manifests, tmp_path: Path, net: Net, quick_programs: Path) -> Parties:
+    """By `fedstream agree`, for the task that comes with the manifests."""
     if sys.platform != "linux":
         pytest.skip("addresses in 127.0.0.0/8 are Linux's alone")
-    ours, theirs = trustme.CA(), trustme.CA()
-    cert = ours.issue_cert(net("helper-0"))
-    tls = {
+    config, folder = K8S / "base" / "run.toml", tmp_path / "parties"
+    command = [str(quick_programs / "fedstream"), "agree", str(folder), "--config", str(config)]
+    command += ["--task", f"{K8S}/base/task/task.py:task", "--strategy", "fedbuff"]
+    subprocess.run(
+        [*command, "--set", f"strategy.buffer_size={BATCH}"], check=True, capture_output=True
+    )
+    owner = tomllib.loads((folder / "helper.toml").read_text())["helper"]["owner"]
+    policy = {name: (folder / name).read_bytes() for name in ("policy.json", "roster.txt")}
+    policy["owner"] = owner.encode()
+    keys = {path.name: path.read_bytes() for path in (folder / "keys").iterdir()}
+    of_helper, of_updater = trustme.CA(), trustme.CA()
+    shown, login = of_helper.issue_cert(net("helper-0")), of_updater.issue_cert("updater")
+    return Parties(
+        Manifests(
+            [
+                *helper,
+                made("ConfigMap", "fedstream-policy", policy),
+                made(
+                    "Secret",
+                    "fedstream-helper",
+                    {"helper.pem": (folder / "helper.pem").read_bytes()},
+                ),
+                made("Secret", "fedstream-helper-tls", tls(shown, of_updater)),
+            ]
+        ),
+        Manifests(
+            [
+                *kustomized(OVERLAY),
+                made("ConfigMap", "fedstream-policy", policy),
+                made("Secret", "fedstream-updater-tls", tls(login, of_helper)),
+                made("Secret", "fedstream-device-keys", keys),
+            ]
+        ),
+        of_helper,
+        of_updater,
+    )
+
+
+def tls(cert: trustme.LeafCert, other: trustme.CA) -> dict[str, bytes]:
+    """A certificate, and the authority of the other side's."""
+    return {
         "tls.crt": cert.cert_chain_pems[0].bytes(),
         "tls.key": cert.private_key_pem.bytes(),
-        "ca.crt": theirs.cert_pem.bytes(),
+        "ca.crt": other.cert_pem.bytes(),
     }
-    policy = {
-        "policy.json": signed(policy_of(), OWNER),
-        "roster.txt": ROSTER.text,
-        "owner": hex_of(OWNER).encode(),
-    }
-    manifests = Manifests(
-        [
-            *helper,
-            made("ConfigMap", "fedstream-policy", policy),
-            made("Secret", "fedstream-helper", {"helper.pem": pem_of(HELPER)}),
-            made("Secret", "fedstream-helper-tls", tls),
-        ]
-    )
-    workload = Workload(manifests.get("StatefulSet", "helper"))
-    pod = Pod(manifests, workload, 0, tmp_path, net)
-    pod.start(quick_programs)
-    yield pod, ours, theirs
-    pod.process.kill()
 
 
 @pytest.mark.process
 @pytest.mark.timeout(TEST_GUARD_S)
 def test_helper_answers_those_with_a_certificate_and_keeps_its_store(
-    domain: tuple[Pod, trustme.CA, trustme.CA], quick_programs: Path
+    parties: Parties, tmp_path: Path, net: Net, quick_programs: Path
 ) -> None:
-    pod, ours, theirs = domain
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        wait_until(lambda: pod.passes(probe), probe)  # noqa: B023
-    stranger, updater = ssl.create_default_context(), ssl.create_default_context()
-    for context in (stranger, updater):
-        ours.configure_trust(context)
-    theirs.issue_cert("updater").configure_cert(updater)
-    url = f"https://{pod.address}:8443/v1/key"
-    with pytest.raises(OSError, match=r"(?i)certificate required|reset|EOF"):
-        urlopen(url, context=stranger).read()
-    key = EpochKey.decode(urlopen(url, context=updater).read())
-    key.check(policy_of(), 0)
+    with started(tmp_path, net, quick_programs, parties.helper) as pods:
+        pod = pods["helper-0"]
+        stranger, updater = ssl.create_default_context(), ssl.create_default_context()
+        for context in (stranger, updater):
+            parties.of_helper.configure_trust(context)
+        parties.of_updater.issue_cert("updater").configure_cert(updater)
+        url = f"https://{pod.address}:8443/v1/key"
+        with pytest.raises(OSError, match=r"(?i)certificate required|reset|EOF"):
+            urlopen(url, context=stranger).read()
+        key = EpochKey.decode(urlopen(url, context=updater).read())
+        killed(pod, quick_programs)
+        assert EpochKey.decode(urlopen(url, context=updater).read()).epoch == key.epoch
+        pod.process.terminate()
+        assert pod.ended() == 0
+
+
+def killed(pod: Pod, programs: Path) -> None:
+    """A pod's container is killed, and started again."""
     pod.process.kill()
     pod.process.wait()
-    pod.start(quick_programs)
-    wait_until(lambda: pod.passes("readinessProbe"), "it is ready again")
-    assert EpochKey.decode(urlopen(url, context=updater).read()).epoch == key.epoch
-    pod.process.terminate()
-    assert pod.ended() == 0
+    pod.start(programs)
+    wait_until(lambda: pod.passes("readinessProbe"), f"{pod.name} is ready again")
+
+
+@pytest.mark.process
+@pytest.mark.timeout(TEST_GUARD_S)
+def test_the_domains_train_together_and_the_journal_replays_without_the_helper(
+    parties: Parties, tmp_path: Path, net: Net, quick_programs: Path
+) -> None:
+    if redis_7() is None:
+        missing("this needs a redis-server of 7.0 or later with its redis-cli")
+    with started(tmp_path, net, quick_programs, parties.helper, parties.run) as pods:
+        coordinator = pods["coordinator-0"]
+        wait_until(lambda: coordinator.run()["version"] >= VERSIONS, f"version {VERSIONS}")
+        killed(pods["helper-0"], quick_programs)
+        least = coordinator.run()["version"] + VERSIONS
+        wait_until(lambda: coordinator.run()["version"] >= least, f"version {least}")
+        for those in (pods.keys() - {"redis-0"}, {"redis-0"}):
+            for name in those:
+                pods[name].process.terminate()
+            assert {name: pods[name].ended() for name in those} == dict.fromkeys(those, 0)
+    journal = pods["updater-0"].folder / "var" / "lib" / "fedstream" / "journal"
+    found = replayed(journal)
+    assert found.diverged == ""
+    assert found.replayed[0] >= least
 
 
 def networks(service: str) -> set[str]:

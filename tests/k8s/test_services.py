@@ -7,13 +7,8 @@ itself is for `make cluster-test`.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -22,8 +17,7 @@ from tests.chaos.history import replayed
 from tests.integration.command import TEST_GUARD_S, wait_until
 from tests.k8s.conftest import Net, missing
 from tests.k8s.manifests import kubectl, kustomized
-from tests.k8s.pods import Pod
-from tests.k8s.workloads import workloads
+from tests.k8s.pods import started
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
@@ -38,44 +32,16 @@ secretGenerator:
 VERSIONS = 5
 
 
-@contextmanager
-def started(folder: Path, net: Net, programs: Path) -> Iterator[Mapping[str, Pod]]:
-    """All pods by name, once they are ready."""
-    manifests = kustomized(OVERLAY)
-    pods = [
-        Pod(manifests, workload, number, folder, net)
-        for workload in workloads(manifests)
-        for number in range(workload.spec.get("replicas", 1))
-    ]
-    try:
-        for pod in pods:
-            pod.start(programs)
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            for pod in pods:
-                wait_until(lambda: pod.passes(probe), f"{probe} of {pod.name}")  # noqa: B023
-        yield {pod.name: pod for pod in pods}
-    finally:
-        for pod in pods:
-            if hasattr(pod, "process"):
-                pod.process.kill()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="addresses in 127.0.0.0/8 are Linux's alone")
 def test_manifests_start_services_that_train(
     tmp_path: Path, quick_programs: Path, net: Net
 ) -> None:
     if kubectl() is None or redis_7() is None:
         missing("this needs kubectl, and a redis-server of 7.0 or later with its redis-cli")
-    with started(tmp_path, net, quick_programs) as pods:
-        url = f"http://{pods['coordinator-0'].address}:8080/v1/runs/demo"
-
-        def about() -> dict[str, Any]:
-            with urlopen(url) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
-
-        wait_until(lambda: about()["version"] >= VERSIONS, f"version {VERSIONS}")
-        register = about()["register"]
+    with started(tmp_path, net, quick_programs, kustomized(OVERLAY)) as pods:
+        coordinator = pods["coordinator-0"]
+        wait_until(lambda: coordinator.run()["version"] >= VERSIONS, f"version {VERSIONS}")
+        register = coordinator.run()["register"]
         for those in (pods.keys() - {"redis-0"}, {"redis-0"}):
             for name in those:
                 pods[name].process.terminate()

@@ -19,7 +19,7 @@ from fedstream.history.privacy import statement
 from fedstream.journal import SumOpened, Taken, segments
 from fedstream.journal import opened as opened_journal
 from fedstream.journal.inspection import verify
-from fedstream.journal.progress import OUT_OF_RANGE
+from fedstream.journal.progress import OUT_OF_RANGE, PrivacyAccount, charged
 from fedstream.journal.replay import Replayer
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
@@ -31,6 +31,7 @@ from fedstream.strategies.strategy import Strategy
 from fedstream.updater.service import Updater
 from fedstream.updater.state import RunState
 from fedstream.updater.sums import Opening, Sums
+from tests.helper.between import Between, Trouble
 from tests.helper.served import Http, serving
 from tests.private.devices import Devices
 from tests.private.enrolled import policy_of
@@ -250,6 +251,34 @@ async def test_buckets_are_those_of_the_run(
             await private(**IN_BUCKETS | {"rule": RULE, "terms": None}).run(context())
 
 
+async def test_answer_to_another_intent_is_not_a_sum(
+    make: Any, helper: Http, policy: PrivacyPolicy, hand: Hand, devices: Devices, folder: Path
+) -> None:
+    """A proxy that mixes answers up costs another request, and not the batch."""
+    mine = PrivateSums.of(RULE, PrivateTerms(policy=policy))
+    async with Between() as between:
+        between.helper = str(helper.make_url("/"))
+        updater = make(mine, private=PrivateSettings(helper=between.url))
+        async with running(updater, context()):
+            await hand.join()
+            for version in (1, 2):
+                for device in range(K):
+                    await devices.answers(device)
+                await hand.reaches(version)
+                between.next = [Trouble.ANSWER_OF_ANOTHER, Trouble.GARBLED]
+    assert between.met == [Trouble.ANSWER_OF_ANOTHER, Trouble.GARBLED]
+    assert [one.reason for one in opened(folder)] == ["", ""]
+
+
+def test_batch_that_the_helper_refuses_makes_no_device_suspect() -> None:
+    """Its store was lost, or a round had too few updates: honest devices are in such batches."""
+    burnt = {3: PrivacyAccount(squares=2, sums=2, burnt=1)}
+    assert charged(burnt, [(3, 1), (4, 1)], is_opened=False, is_dropped=True) == burnt
+    again = charged(burnt, [(3, 1)], is_opened=True, is_dropped=True)
+    assert again[3] == PrivacyAccount(squares=3, sums=3, burnt=2)
+    assert charged(again, [(3, 1)], is_opened=True, is_dropped=False)[3].burnt == 0
+
+
 async def test_run_waits_for_its_helper(
     private: Callable[..., Updater], hand: Hand, devices: Devices, helper: Http, folder: Path
 ) -> None:
@@ -331,7 +360,7 @@ async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Ha
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (FedAsyncSettings(), "must see each update alone"),
+        (FedAsyncSettings(), "needs each update alone"),
         (FedBuffSettings(buffer_size=K, staleness=Polynomial()), "strategy.staleness"),
         (FedAvgSettings(clients_per_round=K, weighting="samples"), "samples"),
         (FedBuffSettings(buffer_size=K + 1), "opens sums of 3 to 3"),

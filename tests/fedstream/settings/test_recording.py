@@ -125,6 +125,7 @@ def test_users_task_overrides_the_recorded_one(
 
 # What they are for is to run the code of the configuration that they are given.
 TRAIN_OR_SERVE = {
+    "agree",
     "run",
     "simulate",
     "sweep",
