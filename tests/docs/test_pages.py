@@ -617,6 +617,9 @@ def test_privacy(reader: Open) -> None:
         code, said = page.shell.run("python ask.py")
         assert code == 1
         assert "HTTP Error 409" in said
+        page.follow()
+        [said] = [said for command, said in page.said.items() if "private.over=mean" in command]
+        assert "the original: 10 of 10 versions identical" in said
         page.stop()
 
 
