@@ -618,6 +618,11 @@ def test_privacy(reader: Open) -> None:
         assert code == 1
         assert "HTTP Error 409" in said
         page.stop()
+        page.follow()
+        [stated] = [said for command, said in page.said.items() if "fedstream privacy" in command]
+        row = re.search(r"^epsilon .*$", stated, re.MULTILINE)
+        assert row
+        assert " ".join(row[0].split()) in shown
 
 
 def test_attest_devices(reader: Open) -> None:
