@@ -296,7 +296,7 @@ def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded | SumOpened) -
     """Cells of a record that is of no update."""
     if isinstance(entry, SumOpened):
         if entry.reason:
-            return {"outcome": "dropped", "reason": f"sum of {entry.updates}: {entry.reason}"}
+            return {"outcome": "dropped", "reason": entry.reason}
         what = "sum" if entry.digest else "bucket"
         return {"outcome": "opened", "reason": f"{what} of {entry.updates}"}
     if isinstance(entry, EvaluationEnded):
@@ -357,10 +357,12 @@ def facts(
     }
     if isinstance(message, Standing):
         head = segment.head.model_dump(exclude={"layout", "needs", "time"})
-        return about | head | message.model_dump(exclude={"done", "held", "made", "counts"})
+        return (
+            about | head | message.model_dump(exclude={"done", "held", "sealed", "made", "counts"})
+        )
     if not isinstance(message, Taken):
         return about | message.model_dump(exclude={"counts"})
-    upload = message.upload.model_dump(exclude={"layout", "chunks"})
+    upload = message.upload.model_dump(exclude={"layout", "chunks", "sealed"})
     upload["update_digest"] = upload.pop("digest")
     sent, distance = measured
     if sent is not None:

@@ -272,16 +272,16 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
     Raises JournalError.
     """
     first, head = chain[0].standing, chain[-1].head
-    policy = check(PrivacyPolicy, head.strategy["private"]["policy"], "strategy.private.policy")
+    terms = head.strategy["private"]
+    policy = check(PrivacyPolicy, terms["policy"], "strategy.private.policy")
     accounts: Mapping[int, PrivacyAccount] = {
         device: PrivacyAccount(*numbers) for device, *numbers in first.accounts
     }
     dropped: Counter[str] = Counter()
     if first.dropped:
         dropped["before the oldest segment"] = first.dropped
-    batch = [
-        (one.device, int(one.weight)) for one in first.held[len(first.held) - len(first.sealed) :]
-    ]
+    in_sum = first.held[len(first.held) - len(first.sealed) :]  # the others' buckets are opened
+    batch = [(one.device, int(one.weight)) for one in in_sum]
     found = first.sums
     for segment, cut in cuts(chain):
         versions = segment.standing.version
