@@ -67,6 +67,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "inbox": view.inbox,
         "trainers": view.trainers,
         "quarantined": sorted(head.quarantines.by_device),
+        "privacy": head.privacy.about if head.privacy is not None else None,
         "failing": view.failing_devices,
         "kept_versions": view.kept,
         "best": _about(view.best) if view.best else None,

@@ -36,7 +36,8 @@ class Mirror:
         self._limit = 0  # the run's devices
         self._quarantines = NO_QUARANTINES
         self._spent = frozenset[int]()  # devices without a privacy budget
-        # Devices with an update in the batch of a private run, which takes one from each.
+        # Devices with an update in the batch of a private run, which takes one from each; with
+        # correlated noise also in one of the last sums.
         self._in_batch = frozenset[int]()
         self._resting: dict[int, float] = {}  # device -> end of its rest, seconds since 1970
         self._ends: list[tuple[float, int]] = []  # heap of ends of rests, outdated ones included
@@ -65,7 +66,7 @@ class Mirror:
             changed |= barred.by_device.keys() ^ before.by_device.keys()
             self._quarantines = barred
         spent = tally.head.spent
-        in_batch = frozenset(tally.head.held if tally.run.policy else ())
+        in_batch = frozenset(tally.head.held if tally.run.policy else ()) | tally.head.recent
         changed |= (spent ^ self._spent) | (in_batch ^ self._in_batch)
         self._spent, self._in_batch = spent, in_batch
         serves_all = tally.pool or not self._owned

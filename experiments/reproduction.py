@@ -387,17 +387,17 @@ class Experiment:
 def settings_of(sets: KeyValues) -> Settings:
     """The configuration with these keys. Raises ConfigError."""
     keys: KeyValues = {"updater.norm_factor": 0, **sets}  # the papers' rules have no such limit
-    given = [f"{key}={_toml(value)}" for key, value in keys.items()]
+    given = [f"{key}={inline_toml(value)}" for key, value in keys.items()]
     return load(Settings, path=None, environ={}, sets=given)
 
 
-def _toml(value: object) -> str:
+def inline_toml(value: object) -> str:
     """A value as inline TOML."""
     match value:
         case dict():
-            return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items())}}}"
+            return f"{{{', '.join(f'{key} = {inline_toml(one)}' for key, one in value.items())}}}"
         case list() | tuple():
-            return f"[{', '.join(map(_toml, value))}]"
+            return f"[{', '.join(map(inline_toml, value))}]"
         case _:
             return json.dumps(value)
 

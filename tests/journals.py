@@ -402,12 +402,18 @@ def write_golden() -> None:
                 scribe.quarantine(7, release=True)
         scribe.close_round()
         scribe.close()
-        for path in scribe.folder.iterdir():
-            packed = gzip.compress(path.read_bytes(), mtime=0)
-            path.with_name(f"{path.name}.gz").write_bytes(packed)
-            path.unlink()
-        made = {version: digest for version, digest in scribe.digests.items() if version}
-        (GOLDEN / f"{name}.json").write_text(json.dumps(made, indent=2) + "\n")
+        keep_golden(scribe)
+
+
+def keep_golden(scribe: Scribe) -> None:
+    """Pack a closed journal in its folder, and write the digests of its versions beside it."""
+    for path in scribe.folder.iterdir():
+        packed = gzip.compress(path.read_bytes(), mtime=0)
+        path.with_name(f"{path.name}.gz").write_bytes(packed)
+        path.unlink()
+    made = {version: digest for version, digest in scribe.digests.items() if version}
+    path = scribe.folder.with_name(f"{scribe.folder.name}.json")
+    path.write_text(json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -489,8 +489,8 @@ def served_devices(view: View) -> tuple[int, ...]:
 
 
 def askable(view: View) -> tuple[int, ...]:
-    """Served devices that are not in quarantine."""
-    return tuple(d for d in served_devices(view) if d not in view.head.quarantines.by_device)
+    """Served devices that are not in quarantine, and have a privacy budget left."""
+    return tuple(d for d in served_devices(view) if not view.head.bars(d))
 
 
 async def snapshot(client: Client, keys: Keys) -> dict[str, object]:

@@ -68,8 +68,10 @@ class Sealer:
 
         ``delta``: x_new - x_tau in place of the parameters. ``run``: the run's lineage. ``base``:
         digest of x_tau. Raises BadSeal if ``epoch`` is not a key of the policy's helper, or too
-        old; FedstreamError if the update is not finite.
+        old; FloatingPointError if the update is not finite, as one of such updates spoils a sum.
         """
+        if not np.isfinite(delta.parameters).all():
+            raise FloatingPointError("the update has values that are not finite")
         # Seeded by the system: a repeated attempt rounds anew, as it masks anew.
         values = rounded(delta.parameters, self.policy, np.random.default_rng())
         data, update = seal(

@@ -8,6 +8,7 @@ synced before the helper is asked, and whichever updater asks again asks for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -35,6 +36,7 @@ _LOOK_S = 5.0  # between two requests for the helper's key
 _EXPIRE_MS = 600_000  # of the key in Redis, which the updater renews
 _SUSPECT: Final = 3  # dropped batches in a row after which a device is quarantined
 EPOCHS: Final = "Fedstream-Epochs"  # header of the helper's key: the epochs that it can still open
+INTENT: Final = "Fedstream-Intent"  # header of a sum of masks: its intent's digest
 # Refusals that blame the device that the helper names, or the device of the task that it names.
 _BLAMED: Final = frozenset({"signature", "seal", "not in roster", "participation"})
 
@@ -92,7 +94,9 @@ class Sums:
             return reasons.SEAL
         if self._epochs is not None and sealed.epoch not in self._epochs:
             return reasons.HELPER_LOST
-        if any(one.device == upload.device for one in progress.held):
+        if any(one.device == upload.device for one in progress.held) or any(
+            upload.device in devices for devices in progress.recent
+        ):
             return reasons.IN_THE_BATCH
         account = progress.accounts.get(upload.device)
         weight = policy.weights[state.version - upload.since]
@@ -117,11 +121,12 @@ class Sums:
             sums = max((one.sums for one in accounts.values()), default=0)
             delta = self._settings.delta
             loss = PrivacyLoss(
-                progress.state.version,
+                progress.sums,
                 progress.dropped,
                 epsilon(self._policy, squares, sums, delta),
                 delta,
                 self._spent(progress),
+                frozenset(chain.from_iterable(progress.recent)),
             )
             self._loss = accounts, loss
         return loss
@@ -132,13 +137,13 @@ class Sums:
         return frozenset(device for device, one in progress.accounts.items() if one.squares > most)
 
     def exhausted(self, progress: Progress, devices: int, batch: int) -> str:
-        """Why a run with ``devices`` is over; '' if ``batch`` of them may still take part."""
-        left = devices - len(self._spent(progress))
+        """Why a run with ``devices`` is over; '' if enough of them may take part in turn."""
+        begun = {one.device for one in progress.held}  # in buckets of the next version
+        left = devices - len(self._spent(progress) - begun)
+        batch *= self._policy.bands  # a device is in one of so many sums in a row
         if left >= batch:
             return ""
-        return (
-            f"the privacy budget is spent: {left} devices may still take part, a sum needs {batch}"
-        )
+        return f"the privacy budget is spent: {left} devices may still take part, sums need {batch}"
 
     # the helper
 
@@ -155,8 +160,13 @@ class Sums:
             updates=tuple(SealedUpdate.decode(one) for one in progress.sealed),
             weights=tuple(int(one.weight) for one in progress.in_sum),
         )
-        status, body, about, _ = await self._ask("POST", "/v1/open", intent.encode())
+        status, body, about, headers = await self._ask("POST", "/v1/open", intent.encode())
         if status == 200:
+            if headers.get(INTENT) != intent.digest:  # a proxy mixed answers up
+                raise HelperUnavailable(
+                    f"the helper at {self._url} answered for intent {headers.get(INTENT)}, asked "
+                    f"was {intent.digest}"
+                )
             size = self._policy.word_bits // 8 * self._policy.parameters
             if len(body) != size:
                 raise HelperUnavailable(
@@ -205,7 +215,7 @@ class Sums:
 
     async def _ask(
         self, method: str, route: str, body: bytes | None = None
-    ) -> tuple[int, bytes, dict[str, Any], dict[str, str]]:
+    ) -> tuple[int, bytes, dict[str, Any], Mapping[str, str]]:
         """One request: status, body, the body's JSON object if it is one, and headers."""
         settings = self._settings
         sent = {}
@@ -221,14 +231,13 @@ class Sums:
             ):
                 data = await reply.read()
                 about = await reply.json() if reply.content_type.endswith("json") else {}
-                headers = dict(reply.headers)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise HelperUnavailable(
                 f"the helper at {self._url} can't be asked: {error or type(error).__name__}"
             ) from error
         if reply.status == 401:
             raise ConfigError(f"private.token: the helper at {self._url} refuses it")
-        return reply.status, data, about if isinstance(about, dict) else {}, headers
+        return reply.status, data, about if isinstance(about, dict) else {}, reply.headers
 
 
 def _sealed_in(upload: Upload) -> SealedUpdate | None:

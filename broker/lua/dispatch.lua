@@ -2,8 +2,9 @@
 -- undeclared: run head
 -- Turns a trigger into a task. Those of a retry, or of a scheduler of an earlier release, are already
 -- in `open`. One from a site's inbox (`a.site`) is added here, if devices decide by themselves in this
--- run, the device is the site's, has no open task and no update in a private batch, and neither the site's rate nor the limit is
--- exceeded. An owned device is served by its owner.
+-- run, the device is the site's, has no open task, no update in a private batch and none in a recent
+-- sum that it sits out, and neither the site's rate nor the limit is exceeded. An owned device is
+-- served by its owner.
 local a = cmsgpack.unpack(ARGV[1])
 local function is_busy(device)
   for _, trigger in ipairs(redis.call('HVALS', key.open)) do
@@ -11,7 +12,12 @@ local function is_busy(device)
   end
   if (redis.call('HGET', key.run, 'policy') or '') == '' then return false end
   local held = redis.call('HGET', key.head, 'held') or ''
-  return string.find(' ' .. held .. ' ', ' ' .. device .. ' ', 1, true) ~= nil
+  if string.find(' ' .. held .. ' ', ' ' .. device .. ' ', 1, true) then return true end
+  local packed = redis.call('HGET', key.head, 'privacy')
+  for _, one in ipairs(packed and cmsgpack.unpack(packed).recent or {}) do
+    if one == device then return true end
+  end
+  return false
 end
 local owner = redis.call('HGET', key.owners, a.device)
 local stream, memory, copy = places(a.device, owner)

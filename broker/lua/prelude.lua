@@ -355,9 +355,8 @@ end
 -- Whether a device has no privacy budget left, by the bits that the updater publishes.
 local function is_spent(device)
   local packed = redis.call('HGET', key.head, 'privacy')
-  local bits = packed and cmsgpack.unpack(packed).spent or ''
-  local eight = string.byte(bits, math.floor(device / 8) + 1) or 0
-  return bit.band(eight, bit.lshift(1, device % 8)) ~= 0
+  local digits, at = packed and cmsgpack.unpack(packed).spent or '', math.floor(device / 4) + 1
+  return bit.band(tonumber(string.sub(digits, at, at), 16) or 0, bit.lshift(1, device % 4)) ~= 0
 end
 
 -- Checks a role's token: nil if it is current, 'fenced' if another process holds the role, 'lost'

@@ -65,7 +65,14 @@ def agree(
 
     named = task_options(task, flower, model)
     settings = settings_of(
-        config, sets, **named, strategy=strategy, devices=devices, data_root=data_root
+        config,
+        sets,
+        trusted=True,
+        track=None,
+        **named,
+        strategy=strategy,
+        devices=devices,
+        data_root=data_root,
     )
     found = task_of(settings)
     agreement: Agreement = agreed_in(

@@ -90,6 +90,7 @@ def show(
     """Show the records in order: what arrived, from whom, how late, and what became of it."""
     from fedstream.history import journal_text as pages
     from fedstream.journal import opened
+    from fedstream.journal.errors import ONLY_SUMS
 
     outcomes = frozenset(named("--outcome", one, OUTCOMES) for one in outcome or ())
     first, end = _range(version)
@@ -97,6 +98,8 @@ def show(
     with recorded_programs(path, trust=trust, changed=changed or not norms), opened(path) as chain:
         if first is not None:
             chain = _from(chain, first)
+        if norms and any(one.head.masked for one in chain):
+            line(f"{ONLY_SUMS}: a single one has no norm and no distance", err=True)
         found = pages.lines(chain, wanted, norms=norms)
         chosen = found if last is None else iter(deque(found, maxlen=last))
         if table is not None:
@@ -430,6 +433,7 @@ def stats(
     from fedstream.history.report import as_json as text
     from fedstream.journal import counted_bytes, opened
     from fedstream.journal.contributions import stats as measured
+    from fedstream.journal.errors import ONLY_SUMS
 
     sort = named("--sort", sort, pages.NAMES)
     with (
@@ -438,6 +442,7 @@ def stats(
         _bar("stats", counted_bytes(chain), quiet=as_json) as read,
     ):
         shares = measured(chain, ahead, read)
+        masked = any(one.head.masked for one in chain)
     rows = pages.rows(shares, sort, ascending=ascending)
     used = sum(share.staleness.count for share in shares.values())
     weighted = sum(share.norm.count for share in shares.values())
@@ -450,6 +455,8 @@ def stats(
     pages.show_rows(rows, sort)
     if weighted < used:
         line(
-            f"{used - weighted} of {used} updates were recorded without their weights: norms, "
+            f"{ONLY_SUMS}: a single one has no norm, distance and cosine"
+            if masked
+            else f"{used - weighted} of {used} updates were recorded without their weights: norms, "
             "distances and cosines are those of the others"
         )

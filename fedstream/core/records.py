@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import msgpack
 
@@ -182,18 +183,32 @@ NO_QUARANTINES = Quarantines()
 class PrivacyLoss:
     """What the sums of a private run have told of its devices so far."""
 
-    opened: int  # sums that made a version
-    dropped: int  # batches that made none
+    opened: int  # sums, whether or not they were of use
+    dropped: int  # batches that were of no use
     epsilon: float  # of the most exposed device; infinite without noise
     delta: float  # at which epsilon is stated
     spent: frozenset[int] = frozenset()  # devices that can take part no more
+    recent: frozenset[int] = frozenset()  # devices that sit out, as their last sums are recent
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As plain data. ``epsilon`` is None without noise."""
+        return {
+            "epsilon": self.epsilon if self.epsilon < math.inf else None,
+            "delta": self.delta,
+            "sums_opened": self.opened,
+            "sums_dropped": self.dropped,
+            "devices_spent": len(self.spent),
+        }
 
     def packed(self) -> bytes:
-        """The form in Redis's head: a bit for each device, which scripts read too."""
-        bits = bytearray(max(self.spent, default=-8) // 8 + 1)
-        for device in self.spent:
-            bits[device // 8] |= 1 << device % 8
-        data = msgpack.packb({**self.__dict__, "spent": bytes(bits)})
+        """The form in Redis's head, in which scripts read the devices.
+
+        For each device a bit of ``spent``, the lowest four in the first hexadecimal digit.
+        """
+        bits = sum(1 << device for device in self.spent)
+        devices = {"spent": f"{bits:x}"[::-1], "recent": sorted(self.recent)}
+        data = msgpack.packb({**self.__dict__, **devices})
         assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
         return data
 
@@ -201,9 +216,10 @@ class PrivacyLoss:
     @lru_cache(4)  # part of every view, but changes only with a sum
     def parsed(cls, data: bytes) -> Self:
         fields = msgpack.unpackb(data)
-        bits = int.from_bytes(fields.pop("spent"), "little")
+        bits = int(fields.pop("spent")[::-1], 16)
         spent = frozenset(n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
-        return cls(**fields, spent=spent)
+        recent = frozenset(fields.pop("recent"))
+        return cls(**fields, spent=spent, recent=recent)
 
 
 @dataclass(frozen=True)
@@ -228,6 +244,11 @@ class Head:
     def spent(self) -> frozenset[int]:
         """The devices without a privacy budget."""
         return self.privacy.spent if self.privacy is not None else frozenset()
+
+    @property
+    def recent(self) -> frozenset[int]:
+        """The devices that sit out, as their last sums are recent."""
+        return self.privacy.recent if self.privacy is not None else frozenset()
 
     def bars(self, device: int) -> bool:
         """Whether a device's updates are refused."""

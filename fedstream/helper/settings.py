@@ -14,7 +14,7 @@ _MOST_EPOCHS = 200  # kept at once: their ids fit the header of an answer
 
 
 class HelperSettings(Section):
-    """The table ``[helper]``: files, epochs and TLS. Only the store's file is written."""
+    """The table ``[helper]``: files, epochs and TLS. Only the store is written."""
 
     policy: str | None = None  # file: the policy, signed by the helper's owner
     # The owner's Ed25519 public key.

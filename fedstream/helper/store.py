@@ -2,8 +2,9 @@
 
 The file must never be restored from a backup: a helper that forgot what it has opened would open a
 task in a second batch, and the difference of the two sums can be one device's update. So a copied
-file is refused. A helper that lost the file begins a new epoch; tasks that were sealed to an older
-one are never opened.
+file is refused, and so is one with fewer openings than the count in a second file, FILE-count. A
+helper that lost the file begins a new epoch; tasks that were sealed to an older one are never
+opened.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedstream.private.sealing import EpochSecret, Intent
 Noise: TypeAlias = NDArray[np.int64]
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS policy (digest TEXT, inode INTEGER);
+CREATE TABLE IF NOT EXISTS policy (digest TEXT, inode INTEGER, name TEXT);
 CREATE TABLE IF NOT EXISTS epochs (
     number INTEGER PRIMARY KEY, epoch TEXT UNIQUE, began REAL, private BLOB, noise BLOB);
 CREATE TABLE IF NOT EXISTS opened (
@@ -69,11 +70,16 @@ class HelperStore:
                 self._database.execute(f"PRAGMA {pragma}")
             self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._database.executescript(f"BEGIN EXCLUSIVE;{_TABLES}COMMIT;")
-            row = self._database.execute("SELECT digest, inode FROM policy").fetchone()
+            row = self._database.execute("SELECT digest, inode, name FROM policy").fetchone()
+            [updates] = self._database.execute("SELECT sum(batches) FROM spent").fetchone()
+            self._updates = updates or 0  # that were opened
+            self._count = _Count(path.with_name(f"{path.name}-count"))
             if row is None:
-                row = (policy.digest, inode)
-                self._database.execute("INSERT INTO policy VALUES (?, ?)", row)
-        except (OSError, sqlite3.Error) as error:
+                row = (policy.digest, inode, os.urandom(16).hex())
+                self._count.write(row[2], 0)
+                self._database.execute("INSERT INTO policy VALUES (?, ?, ?)", row)
+            self._name: str = row[2]
+        except (OSError, sqlite3.Error, StoreFailed) as error:
             raise ConfigError(
                 f"helper.store = {str(path)!r}: {error}: it must be a writable file, which no "
                 "other helper uses"
@@ -84,7 +90,7 @@ class HelperStore:
                 f"is of the policy {row[0]}, ours is {policy.digest}: it counts what devices have "
                 "spent under one policy; name another file"
             )
-        elif row[1] != inode:
+        elif row[1] != inode or not self._count.allows(self._name, self._updates):
             wrong = (
                 "is a copy: it may not know all tasks that were opened, and would open them "
                 "again; name an empty file, and the tasks under way end as `helper lost`"
@@ -94,8 +100,9 @@ class HelperStore:
             raise ConfigError(f"helper.store = {str(path)!r} {wrong}")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._database.close()
+        self._count.close()
 
     def began(self) -> float:
         """When the newest epoch began, in seconds since 1970."""
@@ -136,9 +143,12 @@ class HelperStore:
 
         Raises NotOpened, StoreFailed.
         """
-        if not self._is_opened(intent.digest):
+        digest = intent.digest
+        if not self._is_opened(digest):
             with _written(self._database):
-                self._record(intent)
+                self._record(intent, digest)
+            self._updates += len(intent.updates)
+        self._count.write(self._name, self._updates)
 
     def take_in_turn(self, intent: Intent, epoch: str, drawn: Callable[[], Noise]) -> Noise:
         """Do as :meth:`take`, and return the batch's noise, correlated with the run's before it.
@@ -146,21 +156,25 @@ class HelperStore:
         The noise is kept while the run's next batches take it back, and while there is the key of
         ``epoch``. Raises NotOpened, StoreFailed.
         """
-        if self._is_opened(intent.digest):
-            return self._noise_again(intent.digest)
+        digest = intent.digest
+        if self._is_opened(digest):
+            self._count.write(self._name, self._updates)
+            return self._noise_again(digest)
         with _written(self._database):
-            self._record(intent)
+            self._record(intent, digest)
             self._refuse_too_soon(intent)
             found = self._policy.correlation.noise(drawn(), self._kept_noise(intent.run))
             self._database.execute(
                 "INSERT INTO turns (run, intent, epoch, noise) VALUES (?, ?, ?, ?)",
-                (intent.run, intent.digest, epoch, found.astype(_NOISE_TYPE).tobytes()),
+                (intent.run, digest, epoch, found.astype(_NOISE_TYPE).tobytes()),
             )
             self._database.execute(
                 "DELETE FROM turns WHERE run = ?1 AND number NOT IN "
                 "(SELECT number FROM turns WHERE run = ?1 ORDER BY number DESC LIMIT ?2)",
                 (intent.run, self._policy.bands - 1),
             )
+        self._updates += len(intent.updates)
+        self._count.write(self._name, self._updates)
         return found
 
     def _noise_again(self, digest: str) -> Noise:
@@ -194,7 +208,7 @@ class HelperStore:
                     device=update.device,
                 )
 
-    def _record(self, intent: Intent) -> None:
+    def _record(self, intent: Intent, digest: str) -> None:
         for update in intent.updates:
             self._refuse_overlap(intent.run, update.task)
         batch = list(zip(intent.updates, intent.weights, strict=True))
@@ -202,7 +216,7 @@ class HelperStore:
         self._database.executemany(
             "INSERT INTO opened VALUES (?, ?, ?, ?, ?, ?)",
             [
-                (intent.run, update.task, update.device, weight, place, intent.digest)
+                (intent.run, update.task, update.device, weight, place, digest)
                 for place, (update, weight) in enumerate(batch)
             ],
         )
@@ -252,6 +266,38 @@ class HelperStore:
             "SELECT squares, batches FROM spent WHERE device = ?", (device,)
         )
         return asked.fetchone() or (0, 0)
+
+
+class _Count:
+    """A file with a store's name and the number of updates that it has opened.
+
+    It is written after the store and before the answer. So a store that has opened fewer updates is
+    an earlier one, and an answer that was lost with the process is not missed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        self._content = os.pread(self._file, 100, 0)
+
+    def allows(self, name: str, updates: int) -> bool:
+        """Whether a store of this name has opened as many updates as counted, or more."""
+        known, _, count = self._content.decode(errors="replace").partition(" ")
+        return known == name and count.strip().isdecimal() and int(count) <= updates
+
+    def write(self, name: str, updates: int) -> None:
+        """Write the count durably, unless it is there. Raises StoreFailed."""
+        content = f"{name} {updates:020}\n".encode()
+        if content == self._content:
+            return
+        try:
+            os.pwrite(self._file, content, 0)
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise StoreFailed(f"helper.store: its count: {error}: mend the disk") from error
+        self._content = content
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def _noise_in(data: bytes) -> Noise:

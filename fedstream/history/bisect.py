@@ -13,7 +13,7 @@ from fedstream.core.layout import Model
 from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_version, since
 from fedstream.journal.contributions import direction
 from fedstream.journal.inspection import Move, history
-from fedstream.journal.records import is_used
+from fedstream.journal.records import dropped_by, is_used
 from fedstream.strategies.mixing import norm
 
 _MEASUREMENTS = 50  # approximate number, unless `every` is given
@@ -56,8 +56,8 @@ class Cause:
     tau: int
     staleness: int
     weight: float
-    norm: float  # of x_new
-    distance: float  # of x_new from x, which it was mixed into
+    norm: float | None  # of x_new; None: masked
+    distance: float | None  # of x_new from x, which it was mixed into
     loss: float | None
 
 
@@ -170,6 +170,7 @@ def _first(
         version, model = move.message.version, _model(move)
         if is_used(move.message) and version >= good:
             causes.append(_cause(move.message, move))
+        del causes[max(0, len(causes) - dropped_by(move.message)) :]
         if not move.is_made:
             continue
         if version > good:
@@ -193,16 +194,14 @@ def _model(move: Move) -> Model:
 
 
 def _cause(message: Taken, move: Move) -> Cause:
-    if move.update is None or move.before is None:
-        raise RuntimeError("a model was made from an update without weights")
-    upload = message.upload
+    upload, sent, before = message.upload, move.update, move.before
     return Cause(
         device=upload.device,
         task=upload.task,
         tau=upload.tau,
         staleness=message.staleness,
         weight=message.weight,
-        norm=norm(move.update.floats),
-        distance=norm(direction(upload, move.update, move.before)),
+        norm=None if sent is None else norm(sent.floats),
+        distance=None if sent is None or before is None else norm(direction(upload, sent, before)),
         loss=upload.loss,
     )

@@ -101,6 +101,17 @@ def quarantined(devices: Sequence[int]) -> str:
     return f"{len(devices)}: {named}" + (f" and {more} more" if more > 0 else "")
 
 
+def privacy_rows(about: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """A row for a private run's sums (``PrivacyLoss.about``); none for another run."""
+    if about is None:
+        return []
+    epsilon = about["epsilon"]
+    loss = "no noise" if epsilon is None else f"epsilon {epsilon:.3f} at delta {about['delta']:g}"
+    sums = f"{about['sums_opened']:,} sums opened, {about['sums_dropped']:,} dropped"
+    spent = f", {about['devices_spent']:,} devices without budget" if about["devices_spent"] else ""
+    return [("privacy", f"{loss}; {sums}{spent}")]
+
+
 def failing(devices: Mapping[str, Mapping[str, Any]]) -> str:
     """Devices whose last tasks failed (``Tally.failing_devices``); a few are named with reasons."""
     found = [
@@ -136,6 +147,8 @@ def figures(view: Tally, history: History) -> str:
         version, value = newest
         parts.append(f"{history.main} {value:.3f} at {version}")
     parts.append(f"staleness {history.recent_staleness():.1f}")
+    if (loss := view.head.privacy) is not None and isfinite(loss.epsilon):
+        parts.append(f"epsilon {loss.epsilon:.2f}")
     if view.run.state == "running":  # meaningless once training is over
         parts += [
             f"open {view.tasks}",

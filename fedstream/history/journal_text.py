@@ -221,13 +221,22 @@ def _boundary(segment: Segment) -> Iterator[str]:
     head, said = segment.head, segment.standing
     yield (
         f"{segment.path.name}: epoch {head.epoch}, {said.why} with version {said.version} "
-        f"({said.digest[:8]}) by {_words(head.strategy)}"
+        f"({said.digest[:8]}) by {_words(_without_policy(head.strategy))}"
     )
     if said.why == "begun" and head.start:
         yield f"  version 0 is {head.start}"
     sources = {f"strategy.{key}": digest for key, digest in head.sources.items()}
     for key, digest in (sources | head.parts).items():
         yield f"  {key}: SHA-256 of its file {digest}"
+
+
+def _without_policy(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded strategy with a policy of which a heading has room for what limits sums."""
+    if not isinstance(terms := rule.get("private"), Mapping):
+        return dict(rule)
+    policy = terms.get("policy", {})
+    limits = {key: policy.get(key) for key in ("min_batch", "clip", "sigma", "participations")}
+    return {**rule, "private": {**terms, "policy": limits}}
 
 
 def _words(value: object) -> str:
@@ -286,8 +295,10 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
 def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded | SumOpened) -> dict[str, str]:
     """Cells of a record that is of no update."""
     if isinstance(entry, SumOpened):
-        outcome = "sum dropped" if entry.reason else "sum opened"
-        return {"outcome": outcome, "reason": entry.reason or f"of {entry.updates} updates"}
+        if entry.reason:
+            return {"outcome": "dropped", "reason": entry.reason}
+        what = "sum" if entry.digest else "bucket"
+        return {"outcome": "opened", "reason": f"{what} of {entry.updates}"}
     if isinstance(entry, EvaluationEnded):
         found = entry.outcomes.get(MEASURED, 0)
         what = f"version {entry.measured} by {found} of {entry.devices} devices"
@@ -346,10 +357,12 @@ def facts(
     }
     if isinstance(message, Standing):
         head = segment.head.model_dump(exclude={"layout", "needs", "time"})
-        return about | head | message.model_dump(exclude={"done", "held", "made", "counts"})
+        return (
+            about | head | message.model_dump(exclude={"done", "held", "sealed", "made", "counts"})
+        )
     if not isinstance(message, Taken):
         return about | message.model_dump(exclude={"counts"})
-    upload = message.upload.model_dump(exclude={"layout", "chunks"})
+    upload = message.upload.model_dump(exclude={"layout", "chunks", "sealed"})
     upload["update_digest"] = upload.pop("digest")
     sent, distance = measured
     if sent is not None:
@@ -471,10 +484,15 @@ def verdict(found: Verdict) -> str:
 def cause(found: Cause) -> str:
     """Update that may be to blame, in one line."""
     loss = "" if found.loss is None else f", training loss {found.loss:.4g}"
+    size = ", masked, in a sum with the others"
+    if found.norm is not None and found.distance is not None:
+        size = (
+            f", norm {found.norm:.4g}, distance {found.distance:.4g} from the model it was mixed "
+            "into"
+        )
     return (
         f"device {found.device}, task {found.task}: trained from version {found.tau} (staleness "
-        f"{found.staleness}), weight {found.weight:.4g}, norm {found.norm:.4g}, distance "
-        f"{found.distance:.4g} from the model it was mixed into{loss}"
+        f"{found.staleness}), weight {found.weight:.4g}{size}{loss}"
     )
 
 

@@ -32,7 +32,6 @@ from fedstream.journal import (
 )
 from fedstream.journal.inspection import Move, moves
 from fedstream.journal.rebuild import Rebuild, rule_of
-from fedstream.journal.records import is_used
 from fedstream.journal.updates import update_of
 
 MEMORY = 256 << 20  # bytes of models that are kept
@@ -268,7 +267,7 @@ class JournalModels:
                 if not is_wanted():
                     raise Unwanted
                 update = None
-                if is_used(entry) and record.payload_bytes:
+                if record.payload_bytes:
                     update = update_of(segment, record, self._room)
                 step = rebuild.take(record, update)
                 if entry.digest is None or (

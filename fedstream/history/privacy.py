@@ -52,8 +52,9 @@ class PrivacyStatement:
     devices: int
     policy: PrivacyPolicy
     delta: float
-    opened: int  # sums that made a version
-    dropped: Mapping[str, int]  # batches that made none, by reason
+    opened: int  # sums that the server has, whether or not they were of use
+    versions: int
+    dropped: Mapping[str, int]  # batches that were of no use, by reason
     accounts: Mapping[int, PrivacyAccount]
     is_whole: bool  # False: sums before an adopted model may be missing
 
@@ -99,7 +100,7 @@ class PrivacyStatement:
             "strategy": self.strategy,
             "policy": policy.model_dump(mode="json") | {"digest": policy.digest},
             "norm_bound": policy.norm_bound,
-            "noise_sigma": policy.noise_sigma,
+            "noise_sigma": policy.sum_sigma,
             "unit": "device of the roster",
             "adjacency": "zero-out",
             "accountant": "zCDP, converted (Canonne, Kamath and Steinke 2020)",
@@ -109,6 +110,7 @@ class PrivacyStatement:
             "exact_gaussian_epsilon": _finite(self.exact_epsilon),
             "epsilon_limit": _finite(self.limit),
             "sums_opened": self.opened,
+            "versions": self.versions,
             "sums_dropped": dict(self.dropped),
             "is_whole": self.is_whole,
             "devices": [
@@ -150,7 +152,7 @@ class PrivacyStatement:
             "",
             (
                 f"sums of {policy.min_batch} to {policy.max_batch} devices; updates clipped to a "
-                f"norm of {policy.clip:g}, with rounding {policy.norm_bound:,} units of "
+                f"norm of {policy.clip:g}, after rounding at most {policy.norm_bound:,} units of "
                 f"2^{-policy.scale_bits}"
             ),
         )
@@ -168,16 +170,17 @@ class PrivacyStatement:
         )
         if self.dropped:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            yield "dropped", f"{counted(sum(self.dropped.values()), 'batch')}: {why}"
+            yield "dropped", f"{counted(sum(self.dropped.values()), 'sum')}: {why}"
         yield from self._result()
 
     def _noise(self) -> str:
         policy = self.policy
         if not policy.sigma:
             return "none"
+        kind = f"correlated over {policy.bands} sums" if policy.bands > 1 else "independent"
         return (
-            f"sigma {policy.sigma:g}, in units {policy.noise_sigma:,.0f} (discrete Gaussian); "
-            f"{policy.participations:,} participations"
+            f"sigma {policy.sigma:g}, in units {policy.sum_sigma:,.0f} (discrete Gaussian, {kind})"
+            f"; {policy.participations:,} participations"
         )
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -201,16 +204,17 @@ class PrivacyStatement:
         yield (
             "epsilon",
             (
-                f"{worst.epsilon:.3f} at delta {self.delta:g}, of the most exposed device (rho "
-                f"{worst.rho:.4f}); {self.exact_epsilon:.3f} if the noise were continuous (exact)"
+                f"{_or_unbounded(worst.epsilon)} at delta {self.delta:g}, of the most exposed "
+                f"device (rho {worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
+                "continuous noise"
             ),
         )
         none_left = sum(not one.left for one in self.by_device)
         yield (
             "budget",
             (
-                f"the policy ends at {self.limit:.3f}; {counted(none_left, 'device')} of "
-                f"{self.devices:,} may take no more part"
+                f"epsilon {_or_unbounded(self.limit)} at most by the policy; "
+                f"{counted(none_left, 'device')} of {self.devices:,} may take no more part"
             ),
         )
 
@@ -268,31 +272,35 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
     Raises JournalError.
     """
     first, head = chain[0].standing, chain[-1].head
-    policy = check(PrivacyPolicy, head.strategy["private"]["policy"], "strategy.private.policy")
+    terms = head.strategy["private"]
+    policy = check(PrivacyPolicy, terms["policy"], "strategy.private.policy")
     accounts: Mapping[int, PrivacyAccount] = {
         device: PrivacyAccount(*numbers) for device, *numbers in first.accounts
     }
     dropped: Counter[str] = Counter()
     if first.dropped:
         dropped["before the oldest segment"] = first.dropped
-    held = [(one.device, int(one.weight)) for one in first.held]
-    version = first.version
+    in_sum = first.held[len(first.held) - len(first.sealed) :]  # the others' buckets are opened
+    batch = [(one.device, int(one.weight)) for one in in_sum]
+    found = first.sums
     for segment, cut in cuts(chain):
+        versions = segment.standing.version
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and entry.outcome == "buffered":
-                held.append((entry.upload.device, int(entry.weight)))
+                batch.append((entry.upload.device, int(entry.weight)))
             elif isinstance(entry, SumOpened):
                 is_opened = entry.masks is not None
                 accounts = charged(
-                    accounts, held, is_opened=is_opened, is_dropped=bool(entry.reason)
+                    accounts, batch, is_opened=is_opened, is_dropped=bool(entry.reason)
                 )
+                found += is_opened
                 if entry.reason:
                     dropped[entry.reason] += 1
-                held.clear()
+                batch.clear()
             elif isinstance(entry, RoundClosed) and entry.dropped:
                 dropped["too few answers"] += 1
-                held.clear()
-            version = entry.version
+                batch.clear()
+            versions = entry.version
     return PrivacyStatement(
         run=head.run,
         lineage=head.lineage,
@@ -300,7 +308,8 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
         devices=head.devices,
         policy=policy,
         delta=delta,
-        opened=version,
+        opened=found,
+        versions=versions,
         dropped=dropped,
         accounts=accounts,
         is_whole=all(segment.standing.why != "adopted" for segment in chain),
@@ -309,6 +318,10 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _or_unbounded(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "without a bound"
 
 
 def _weights(policy: PrivacyPolicy) -> str:

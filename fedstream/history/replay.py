@@ -25,6 +25,7 @@ from fedstream.history.measuring import measuring, no_test_data
 from fedstream.journal import JournalError, journal_of
 from fedstream.journal.records import is_used
 from fedstream.journal.replay import Moment, Replayer
+from fedstream.private.settings import Buckets
 from fedstream.runtime.config import load
 from fedstream.settings.config import options
 from fedstream.settings.recording import settings_of
@@ -52,8 +53,12 @@ _UNMEASURED = "; --evaluate-every 0 measures nothing and needs no task"
 # another rule
 
 
-class _Strategy(BaseModel):
+_OVER = "private.over"  # the one key of private runs that a replay can change
+
+
+class _Rule(BaseModel):
     strategy: StrategySettings
+    private: Buckets = Buckets()
 
 
 def rule_by(
@@ -64,24 +69,38 @@ def rule_by(
     None if neither is given. Raises ConfigError.
     """
     for item in sets:
-        if not item.strip().startswith("strategy."):
+        if not item.strip().startswith(("strategy.", f"{_OVER}=")):
             raise ConfigError(
                 f"--set {item}: a replay can change only the strategy, as in --set "
-                "strategy.alpha=0.3; everything else is as recorded"
+                f"strategy.alpha=0.3, and {_OVER}; everything else is as recorded"
             )
     if not sets and strategy is None:
         return None
 
+    overs = [item for item in sets if item.strip().startswith(_OVER)]
+
     def rule(recorded: Mapping[str, Any]) -> Strategy:
-        strategy_of(recorded, 0)  # may what it names be loaded?
+        was = strategy_of(recorded, 0)  # may what it names be loaded?
+        terms = recorded.get("private")
+        if overs and terms is None:
+            raise ConfigError(f"--set {overs[0]}: this run is not private")
+        plain = {key: value for key, value in recorded.items() if key != "private"}
+        buckets = {key: terms[key] for key in Buckets.model_fields} if terms else {}
         # A separate layer: if the name or a kind changes, the recorded keys below it are dropped.
-        return load(
-            _Strategy,
+        found = load(
+            _Rule,
             path=None,
-            environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)),
+            environ=dict(_layer("FEDSTREAM_STRATEGY", plain))
+            | dict(_layer("FEDSTREAM_PRIVATE", buckets)),
             sets=sets,
             options=options(strategy=strategy),
-        ).strategy
+        )
+        if terms is None:
+            return found.strategy
+        from fedstream.strategies.private_sums import PrivateSums
+
+        assert isinstance(was, PrivateSums)  # noqa: S101  (as it was recorded with terms)
+        return was.replaced(found.strategy, found.private.over)
 
     return rule
 

@@ -21,7 +21,7 @@ from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.coordinator.app import status
 from fedstream.core.errors import ConfigError, FedstreamError, Unavailable
 from fedstream.core.messages import first_wrong
-from fedstream.history.display import failing_rows, outcomes, quarantined
+from fedstream.history.display import failing_rows, outcomes, privacy_rows, quarantined
 from fedstream.terminal import cell, clock, console, measure, number, spaced, two_columns
 
 _ANSWER_S = 15.0  # more than the 10 s that a coordinator waits for Redis
@@ -50,6 +50,14 @@ class _Best(BaseModel):
     value: float
     version: int
     kept: bool
+
+
+class _Privacy(BaseModel):
+    epsilon: float | None
+    delta: float
+    sums_opened: int
+    sums_dropped: int
+    devices_spent: int
 
 
 class _Answer(BaseModel):
@@ -81,6 +89,7 @@ class _Answer(BaseModel):
     kept_versions: int
     best: _Best | None = None  # absent if the coordinator is of an older release
     dead_letters: int
+    privacy: _Privacy | None = None  # of a private run
     # The next five are absent if the coordinator is of an older release.
     evaluated: dict[str, int] = {}
     quarantined: list[int] = []
@@ -198,6 +207,7 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     if barred := about.get("quarantined"):
         rows.append(("quarantined", quarantined(barred)))
+    rows += privacy_rows(about.get("privacy"))
     rows += failing_rows(about.get("failing", {}), about["register"])
     if encoded := _encoded(about):
         rows.append(("encoded", encoded))

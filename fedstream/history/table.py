@@ -36,7 +36,7 @@ from fedstream.journal import (
 )
 from fedstream.journal.record_batches import Alike, alike
 from fedstream.journal.record_batches import Path as Keys
-from fedstream.journal.records import is_used
+from fedstream.journal.records import dropped_by, is_used
 
 RowArray: TypeAlias = npt.NDArray[Any]
 # Used updates that were dropped: the number of the first update after, and how many.
@@ -428,9 +428,9 @@ def _together(
             entry, places = group.sample, group.places
             taken[places], makes[places] = isinstance(entry, Taken), entry.digest is not None
             _fill(rows, group, reasons)
-            if (dropped := _dropped(entry)) is not None:
-                name, number = dropped
-                numbers = group.numbers.get((name,), np.full(len(places), number))
+            if isinstance(entry, RoundClosed) or (isinstance(entry, SumOpened) and entry.reason):
+                name = "dropped" if isinstance(entry, RoundClosed) else "updates"
+                numbers = group.numbers.get((name,), np.full(len(places), dropped_by(entry)))
                 dropping += zip(places.tolist(), numbers.tolist(), strict=True)
             if entry.finished:
                 over = max(over, (int(places[-1]), entry.finished), key=lambda one: one[0])
@@ -482,8 +482,8 @@ def _one_by_one(
         for offset, entry in _entries(segment, cut):
             if isinstance(entry, Taken):
                 updates.append(_update(entry, reasons, offset))
-            elif (dropped := _dropped(entry)) is not None and dropped[1]:
-                drops.append((len(updates), dropped[1]))
+            elif dropped := dropped_by(entry):
+                drops.append((len(updates), dropped))
             if entry.digest is not None:
                 version, end = whole(entry.version), len(updates)
                 made.append((version, entry.time, end, False, False, 0, 0, offset))
@@ -492,13 +492,6 @@ def _one_by_one(
         damage = str(error)
     rows = np.concatenate([begun, np.array(made, MADE)])
     return SegmentRows(rows, np.array(updates, UPDATE), finished, damage, tuple(drops))
-
-
-def _dropped(entry: EntryRecord) -> tuple[str, int] | None:
-    """The field of a record that counts the buffered updates it drops, and the count."""
-    if isinstance(entry, SumOpened) and entry.reason:
-        return "updates", entry.updates
-    return ("dropped", entry.dropped) if isinstance(entry, RoundClosed) else None
 
 
 def _entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[int, EntryRecord]]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedstream.core.layout import Layout, Model
 from fedstream.journal import NotRecorded, Taken, opened
+from fedstream.journal.errors import ONLY_SUMS
 from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import recorded
 from fedstream.journal.records import is_used
@@ -66,7 +67,7 @@ def _sent(journal: Path, at: tuple[str, int], *, payload: bool) -> tuple[Taken, 
         record = segment.at(offset)
         entry = record.entry
         if not isinstance(entry, Taken):
-            raise NotRecorded(f"{record.place.where}: is the end of a round, not an update")
+            raise NotRecorded(f"{record.place.where}: is not an update")
         update = Model(segment.layout)
         if payload:
             if not is_used(entry):
@@ -76,6 +77,8 @@ def _sent(journal: Path, at: tuple[str, int], *, payload: bool) -> tuple[Taken, 
                 )
             if not record.payload_bytes:
                 recorded(record, None)
+            if segment.head.masked:
+                raise NotRecorded(f"{record.place.where}: {ONLY_SUMS}")
             update_of(segment, record, update)
         return entry, segment.layout, update
 

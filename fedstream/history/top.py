@@ -23,7 +23,7 @@ from fedstream.broker.keys import Keys
 from fedstream.core.errors import FedstreamError, NoRun
 from fedstream.core.messages import Event
 from fedstream.core.records import Tally
-from fedstream.history.display import failing_rows, outcomes, pace, quarantined, short
+from fedstream.history.display import failing_rows, outcomes, pace, privacy_rows, quarantined, short
 from fedstream.history.observer import Observer, out_of_space
 from fedstream.history.report import tasks_of
 from fedstream.history.timeline import BINS, History
@@ -119,6 +119,7 @@ def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, 
     ]
     if barred := sorted(view.head.quarantines.by_device):
         rows.append(("quarantined", quarantined(barred)))
+    rows += privacy_rows(privacy.about if (privacy := view.head.privacy) else None)
     rows += failing_rows(view.failing_devices, trainers)
     rows += [
         (what, ", ".join(f"{why} {count}" for why, count in reasons.items()))

@@ -27,8 +27,12 @@ class Diverged(JournalError):
     """Rebuilding from the journal gives another result than the recorded one."""
 
 
+# Why what a command asks about single updates of a private run is unknown.
+ONLY_SUMS = "the updates of this private run are masked, and only their sums were opened"
+
+
 class NotRecorded(JournalError):
-    """The journal was kept without the updates' bytes."""
+    """The journal does not have an update's content: it was kept without, or it is masked."""
 
 
 class RuleChanged(ConfigError):

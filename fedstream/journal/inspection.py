@@ -13,7 +13,7 @@ from fedstream.journal import unshared
 from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
 from fedstream.journal.errors import Diverged, JournalError, NotRecorded
 from fedstream.journal.rebuild import Rebuild
-from fedstream.journal.records import EntryRecord, Standing, Taken, is_used
+from fedstream.journal.records import EntryRecord, Standing, Taken, dropped_by, is_used
 from fedstream.journal.segment import Cut, Record, Segment
 from fedstream.journal.updates import update_of
 
@@ -231,6 +231,7 @@ def recorded_versions(chain: Sequence[Segment]) -> Iterator[RecordedVersion]:
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and is_used(entry):
                 updates.append(entry)
+            del updates[max(0, len(updates) - dropped_by(entry)) :]
             if entry.digest is not None:
                 yield RecordedVersion(entry.version, entry.digest, tuple(updates), rule, entry.time)
                 updates.clear()

@@ -33,16 +33,16 @@ class PrivacyAccount:
 
     squares: int = 0  # of its weights, added up
     sums: int = 0  # that were opened with an update of it
-    burnt: int = 0  # the last batches with an update of it that were dropped, in a row
+    burnt: int = 0  # the last opened sums with an update of it that were dropped, in a row
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the devices' privacy accounts, the number of dropped batches, and the
-    sealed updates of the batch that is not opened yet; the batch's contributions are the last that
-    are held.
+    Of a private run also the devices' privacy accounts, the numbers of opened sums and dropped
+    batches, and the sealed updates of the batch that is not opened yet; the batch's contributions
+    are the last that are held. With correlated noise, the devices of the last opened sums.
     """
 
     state: State
@@ -51,7 +51,9 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+    sums: int = 0  # that were opened
     dropped: int = 0
+    recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
 
     @property
     def in_sum(self) -> tuple[Contribution, ...]:
@@ -163,12 +165,16 @@ def charged(
     is_dropped: bool,
 ) -> Mapping[int, PrivacyAccount]:
     """The accounts after a batch of (device, weight). A sum that is opened counts."""
+    if not is_opened:  # the helper's refusal says nothing of most devices
+        return accounts
     found = dict(accounts)
     for device, weight in batch:
         was = found.get(device, PrivacyAccount())
-        if is_opened:
-            was = replace(was, squares=was.squares + weight**2, sums=was.sums + 1)
-        found[device] = replace(was, burnt=was.burnt + 1 if is_dropped else 0)
+        found[device] = PrivacyAccount(
+            squares=was.squares + weight**2,
+            sums=was.sums + 1,
+            burnt=was.burnt + 1 if is_dropped else 0,
+        )
     return found
 
 
@@ -187,6 +193,9 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
     if why:
         state = strategy.drop_sum(before.state)
     batch = [(one.device, int(one.weight)) for one in before.in_sum]
+    recent = before.recent
+    if masks is not None and strategy.sits_out:
+        recent = (*recent, tuple(device for device, _ in batch))[-strategy.sits_out :]
     accounts = charged(before.accounts, batch, is_opened=masks is not None, is_dropped=bool(why))
     held = before.held[: len(before.held) - len(before.sealed)] if why else before.held
     made = held if state.version != before.state.version else None
@@ -196,7 +205,9 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         held=() if made is not None else held,
         sealed=(),
         accounts=accounts,
+        sums=before.sums + (masks is not None),
         dropped=before.dropped + bool(why),
+        recent=recent,
     )
     return Step(after, made=made, dropped=why)
 

@@ -125,7 +125,9 @@ def standing_of(
                 (device, one.squares, one.sums, one.burnt)
                 for device, one in sorted(progress.accounts.items())
             ),
+            "sums": progress.sums,
             "dropped": progress.dropped,
+            "recent": progress.recent,
             **more,
         }
     )
@@ -176,7 +178,9 @@ class Rebuild:
             Norms(said.sizes, said.samples),
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
+            said.sums,
             said.dropped,
+            said.recent,
         )
         self.strategy = strategy
         self.format = format_in(segment)

@@ -83,6 +83,11 @@ class SegmentHead(Message):
     goal: dict[Name, Goal] | None = None
     stop_metric: Name | None = None  # that may end the run
 
+    @property
+    def masked(self) -> bool:
+        """Whether updates are masked, as in a private run."""
+        return PRIVATE_SUMS in self.needs
+
 
 class Standing(Message):
     """The state of the run, second record of a segment. Payload: the model, then the memory."""
@@ -114,12 +119,15 @@ class Standing(Message):
     evaluation: str = ""  # the newest evaluation on the devices that has a record
     # Of a private run: the sealed updates of the batch that is not opened, the last ones of `held`;
     # whether it is closed; the buckets opened before it; for each device the numbers of its
-    # `PrivacyAccount`; the batches that were dropped.
+    # `PrivacyAccount`; the sums opened in all, the batches that were dropped, and the devices that
+    # sit out after the last sums.
     sealed: tuple[bytes, ...] = ()
     closed: bool = False
     opened: Count = 0
     accounts: tuple[tuple[Count, Count, Count, Count], ...] = ()
+    sums: Count = 0
     dropped: Count = 0
+    recent: tuple[tuple[Count, ...], ...] = ()
 
 
 class DeviceVector(Message):
@@ -250,6 +258,13 @@ KINDS: tuple[type[Message], ...] = (
 def name_of(epoch: int, number: int) -> str:
     """A segment's file name; these names sort by age."""
     return f"{epoch:08d}-{number:06d}{SUFFIX}"
+
+
+def dropped_by(message: Message) -> int:
+    """The number of the newest buffered updates that a record drops."""
+    if isinstance(message, SumOpened):
+        return message.updates if message.reason else 0
+    return message.dropped if isinstance(message, RoundClosed) else 0
 
 
 def is_used(message: Message) -> TypeGuard[Taken]:

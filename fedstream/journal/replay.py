@@ -29,7 +29,7 @@ from fedstream.core.layout import Layout, Model, Payload
 from fedstream.core.messages import Sends, Upload
 from fedstream.journal.base_models import BaseModels
 from fedstream.journal.chain import check_joint, cuts, segments
-from fedstream.journal.errors import JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.errors import ONLY_SUMS, JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
 from fedstream.journal.rebuild import Rebuild, check_checkpoint, format_in, recorded, rule_of
@@ -40,13 +40,14 @@ from fedstream.journal.records import (
     RoundClosed,
     SumOpened,
     Taken,
+    dropped_by,
     is_used,
 )
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
 from fedstream.journal.updates import check_digest, decoded, update_of
 from fedstream.journal.what_if import Unused, WhatIf
 from fedstream.runtime.plugins import allowed, allowing
-from fedstream.strategies import Memory, Strategy
+from fedstream.strategies import Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment and its cut
 
@@ -87,16 +88,18 @@ class Moment:
     def update(self) -> Model:
         """The update, read again as a new copy. Call this before the replayer is closed.
 
-        Raises JournalError if the record has no update or no bytes of it.
+        Raises JournalError if the record has no update, or no bytes of it but masked ones.
         """
+        where = self.place.where
         if not self._record.payload_bytes:
-            where = self.place.where
             if not isinstance(self.message, Taken):
                 what = _CONTROLS[type(self.message)]
                 raise NotRecorded(f"{where}: is {what}, not an update")
             if not is_used(self.message):
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
             recorded(self._record, None)
+        if self._segment.head.masked:
+            raise NotRecorded(f"{where}: {ONLY_SUMS}")
         model = Model(self._segment.layout)
         return update_of(self._segment, self._record, model)
 
@@ -194,10 +197,7 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
-                    dropped = (isinstance(message, RoundClosed) and message.dropped) or (
-                        isinstance(message, SumOpened) and message.reason != ""
-                    )
-                    held = held and not dropped
+                    held = held and not dropped_by(message)
                     if not held or not isinstance(message, EntryRecord):
                         continue
                     if message.digest is not None:
@@ -221,10 +221,7 @@ class Replayer:
         """Raise JournalError for a left-out device that never took part."""
         missing = set(self._without)
         if missing and rule_of(self._chain[-1][0]).masked:
-            raise NotRecorded(
-                f"{self.folder}: the updates of this private run are masked, and only their sums "
-                "were opened: no device can be left out of a sum"
-            )
+            raise NotRecorded(f"{self.folder}: {ONLY_SUMS}: no device can be left out of a sum")
         for segment, cut in self._chain if missing else ():
             for record in segment.records(cut):
                 if is_used(record.message):
@@ -374,12 +371,9 @@ class Replayer:
                 goes_on = self._beside or bases is not None
                 start = _copied(was.progress) if goes_on else was.progress
                 rule = self._rule(segment)
-                # A rule can't use another's memory, nor an optimizer another's vectors.
-                if (type(rule), rule.vector_names) != (
-                    type(was.strategy),
-                    was.strategy.vector_names,
-                ):
-                    start = replace(start, state=replace(start.state, memory=Memory()), held=())
+                memory = rule.taken_over(start.state.memory, was.strategy)
+                held = start.held if memory.arrivals or memory.opened else ()
+                start = replace(start, state=replace(start.state, memory=memory), held=held)
                 what_if = WhatIf(rule, was.strategy, start, self._without)
                 was = was if goes_on else None
 
@@ -397,13 +391,10 @@ class Replayer:
             return was
         rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
         other = rule.build(devices)
-        if was.masked != other.masked:
+        other = other if other.masked else was.replaced(other)
+        if other.masked and not was.masked:
             raise NotRecorded(
-                f"{self.folder}: the updates of this private run are masked, and only their sums "
-                f"were opened: {rule.name} would need each update alone; choose fedbuff, fedavg "
-                "or afa-cd, with any server_lr or server"
-                if was.masked
-                else f"{self.folder}: this run's updates are not masked, so it has no sums to open"
+                f"{self.folder}: this run's updates are not masked, so it has no sums to open"
             )
         if other.controls and not was.controls:
             raise NotRecorded(

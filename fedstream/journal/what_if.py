@@ -96,6 +96,8 @@ class WhatIf:
 
     def _ends_round(self, message: Message) -> bool:
         """Whether a recorded round ended here; it then ends even if devices are left out."""
+        if self._rule.masked:  # its batches end where their sums were opened
+            return isinstance(message, RoundClosed) and not message.late
         if not (self._in_rounds and isinstance(message, Taken | RoundClosed)):
             return False
         if message.digest is None and not _is_dropped(message):

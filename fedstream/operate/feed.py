@@ -32,7 +32,16 @@ from fedstream.core.errors import FedstreamError, NoRun, Unavailable
 from fedstream.core.layout import Model, Payload
 from fedstream.core.messages import OUTCOMES, POOL, Assignment, CloseRound, Trigger, Upload, task_id
 from fedstream.core.records import View
-from fedstream.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
+from fedstream.journal import (
+    JournalError,
+    NotRecorded,
+    Record,
+    RoundClosed,
+    Segment,
+    Taken,
+    cuts,
+    segments,
+)
 from fedstream.journal.rebuild import recorded
 from fedstream.journal.records import is_used
 from fedstream.journal.updates import received
@@ -106,6 +115,11 @@ class Feeder:
         self._chain = segments(folder)
         if not self._chain:
             raise JournalError(f"{folder}: there is no journal")
+        if self._chain[-1].head.masked:
+            raise NotRecorded(
+                f"{folder}: the updates of this private run are sealed for it alone, and its "
+                "helper opens none twice, so no other run can take them: replay it without --redis"
+            )
         self._pace = _Pace(speed)
         self._keys = keys
         self._client = Client(redis, _NAME)

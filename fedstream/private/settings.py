@@ -28,6 +28,7 @@ class PolicyTerms(Section):
     ) * 20  # by staleness
     sigma: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     participations: Annotated[int, Field(ge=1)] = 1_000_000
+    bands: Annotated[int, Field(ge=1)] = 1
     word_bits: WordBits = 32
     kem: KemName = "x25519"
     image: Annotated[str, Field(max_length=200)] = ""  # the helper's, by digest

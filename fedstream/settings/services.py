@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from fedstream.core.layout import Layout, Model
     from fedstream.runtime.http import HttpSettings
+    from fedstream.strategies import Strategy
     from fedstream.trainer.task import Task, TaskSettings
 
 DEVICES = 10  # default, if neither the configuration nor the task sets a number
@@ -183,6 +184,16 @@ def check_private(settings: Settings, layout: Layout) -> None:
         check_layout(layout, rule.terms.policy)
 
 
+def check_turns(rule: Strategy, devices: int) -> None:
+    """Raise ConfigError if correlated noise lets too many of a run's devices sit out."""
+    if rule.sits_out and devices < (needed := rule.batch * (1 + rule.sits_out)):
+        raise ConfigError(
+            f"the privacy policy has bands = {1 + rule.sits_out}, so a device is in one of as many "
+            f"sums in a row: sums of {rule.batch} updates need {needed} devices, the run has "
+            f"{devices}"
+        )
+
+
 def create_run(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record and version 0. Raises ConfigError, DataError.
 
@@ -194,6 +205,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
     rule = settings.rule.build()
     model, start = first_model(task, settings.run.seed, settings.run.start, controls=rule.controls)
     check_private(settings, model.layout)
+    check_turns(rule, devices)
     run = Run(
         layout=model.layout,
         strategy=settings.strategy.name,

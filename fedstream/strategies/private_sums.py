@@ -83,6 +83,11 @@ class PrivateSums(Strategy):
         return self.terms.policy.text.decode()
 
     @property
+    def sits_out(self) -> int:
+        """The sums whose noise is correlated with that of a device's own."""
+        return self.terms.policy.bands - 1
+
+    @property
     def batch(self) -> int:
         """K, the updates in a version."""
         return self.rule.batch
@@ -106,6 +111,36 @@ class PrivateSums(Strategy):
     def kept_names(self) -> tuple[str, ...]:
         """The names of the vectors with the sums of the buckets before the last."""
         return tuple(f"bucket {number}" for number in range(1, self.terms.buckets))
+
+    def replaced(self, rule: Strategy, over: str | None = None) -> PrivateSums:
+        """Another rule on the sums that this one opens, of the same updates in each.
+
+        ``over``: what to make of the buckets' means; None: the same. Raises ConfigError.
+        """
+        key = rule.batch_key
+        for name, recorded in (("max_staleness", self.rule.max_staleness), (key, self.batch)):
+            if name in rule.model_fields_set and getattr(rule, name) != recorded:
+                raise ConfigError(
+                    f"strategy.{name} = {getattr(rule, name)}: it was "
+                    f"{'not set' if recorded is None else recorded} in this private run, and no "
+                    "update can be added to an opened sum or taken out of it: leave the key out"
+                )
+        if key in type(rule).model_fields:
+            rule = rule.model_copy(update={key: self.batch})
+        terms = self.terms.model_copy(update={"over": over or self.terms.over})
+        return PrivateSums.of(rule, terms).model_copy(update={"max_staleness": self.max_staleness})
+
+    def taken_over(self, memory: Memory, was: Strategy) -> Memory:
+        """The same memory, without another rule's vectors: sums don't depend on the rule."""
+        alike = isinstance(was, PrivateSums) and type(self.rule) is type(was.rule)
+        if memory.devices is None or (alike and self.vector_names == was.vector_names):
+            return memory
+        vectors = None
+        if memory.opened:
+            vectors = self.vectors(memory.devices[self.kept_names[0]].size)
+            for name in self.kept_names[: memory.opened]:
+                vectors.write(name)[:] = memory.devices[name]
+        return replace(memory, devices=vectors)
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The policy's weight for the staleness."""
@@ -207,7 +242,10 @@ def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
     """Why a rule has no private form; '' if it has one."""
     policy, n = terms.policy, terms.buckets
     if type(rule) not in (FedBuffSettings, FedAvgSettings, AfaCdSettings):
-        return "its server must see each update alone; fedbuff, fedavg and afa-cd work on sums"
+        return (
+            "it needs each update alone, and a private run opens sums only; fedbuff, fedavg and "
+            "afa-cd work on sums"
+        )
     if isinstance(rule, FedBuffSettings) and not isinstance(rule.staleness, Constant):
         return (
             "strategy.staleness weighs each update: leave it out, the privacy policy has weights "

@@ -164,6 +164,21 @@ class Strategy(NamedSettings):
         """The rule for a run with ``devices`` devices; by default, this rule."""
         return self
 
+    def replaced(self, rule: Strategy) -> Strategy:
+        """The rule to which another one leads on the updates that this one was sent.
+
+        By default that other rule itself. Raises ConfigError if it can't use these updates.
+        """
+        return rule
+
+    def taken_over(self, memory: Memory, was: Strategy) -> Memory:
+        """The memory with which this rule goes on where another one, ``was``, left ``memory``.
+
+        No rule can use another's sum, nor an optimizer another's vectors.
+        """
+        alike = (type(self), self.vector_names) == (type(was), was.vector_names)
+        return memory if alike else Memory()
+
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The weight of an update trained from x_tau that arrives when ``version`` is the newest.
 
@@ -182,6 +197,11 @@ class Strategy(NamedSettings):
     def is_due(self, state: State) -> bool:
         """Whether a batch of masked updates is complete, so that its sum can be opened."""
         return False
+
+    @property
+    def sits_out(self) -> int:
+        """Opened sums in which a device takes no part after one with an update of it."""
+        return 0
 
     def open(self, state: State, opened: Model) -> State:
         """Open a batch's sum, which may make a version; only for rules whose updates are masked."""

@@ -304,6 +304,21 @@ async def test_trainer_may_read_whether_its_list_is_on_the_register(there: Guard
 
 
 @needs_7
+@pytest.mark.parametrize("user", ["trainer", "trainer-north", "gateway", "gateway-clinics"])
+async def test_helpers_key_is_read_by_all_that_seal_and_replaced_by_none(
+    user: str, there: Guarded
+) -> None:
+    async with there.client("updater") as updater, there.client(user) as client:
+        try:
+            await updater.call("SET", KEYS.sealing, "the helper's")
+            assert await client.call("GET", KEYS.sealing) == b"the helper's"
+            with pytest.raises(BrokerError, match="refuses"):
+                await client.call("SET", KEYS.sealing, "mine")
+        finally:
+            await updater.call("UNLINK", KEYS.sealing)
+
+
+@needs_7
 async def test_probe_may_only_ping(there: Guarded) -> None:
     async with there.client("health") as client:  # any password will do
         assert await client.call("PING") == b"PONG"

@@ -27,7 +27,7 @@ from fedstream.core.messages import (
     Upload,
     time_of,
 )
-from fedstream.core.records import Run
+from fedstream.core.records import PrivacyLoss, Run
 from fedstream.trainer.settings import TrainerSettings
 from tests.support import Hand, context, running, wait_until
 
@@ -129,6 +129,18 @@ async def test_devices_cannot_trigger_under_a_scheduler_policy(
         await Outbox(run.client, keys, NORTH).say(run.trigger(device=3, origin="edge"))
         await heard(run, 1)
     assert await strays(run) == {"trigger of its own": 1}
+
+
+async def test_device_of_a_recent_private_sum_cannot_trigger(
+    make: Any, run: Hand, keys: Keys
+) -> None:
+    loss = PrivacyLoss(1, 0, 1.0, 1e-5, recent=frozenset({3}))
+    await run.client.call("HSET", keys.run, "policy", "{}")
+    await run.client.call("HSET", keys.head, "privacy", loss.packed())
+    async with running(make(), context()):
+        await Outbox(run.client, keys, NORTH).say(run.trigger(device=3, origin="edge"))
+        await heard(run, 1)
+    assert await strays(run) == {"trigger for a busy device": 1}
 
 
 async def test_only_a_sites_errors_are_relayed_and_rate_limited(

@@ -17,7 +17,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.mirror import Mirror
 from fedstream.core.messages import POOL, GiveUp
-from fedstream.core.records import NO_QUARANTINES, Commit, Failing
+from fedstream.core.records import NO_QUARANTINES, Commit, Failing, PrivacyLoss
 from fedstream.runtime.task_settings import FixedSteps, Participation, ParticipationGroup
 from tests.broker.test_invariant import Walk
 from tests.support import Hand, askable
@@ -50,6 +50,7 @@ class Follower(Walk):
             self.away,
             self.pool,
             self.bar,
+            self.spend,
             self.look,
             self.look,
             self.look,
@@ -88,6 +89,14 @@ class Follower(Walk):
         await self.hand.ledger.commit(
             self.hand.updater.token,
             Commit(held=(), mean_staleness=0.0, quarantines=self.quarantines),
+        )
+
+    async def spend(self) -> None:
+        """Sums of a private run are opened."""
+        spent = frozenset(self.rng.sample(range(DEVICES), self.rng.choice((0, 1, 5))))
+        loss = PrivacyLoss(opened=1, dropped=0, epsilon=1.0, delta=1e-5, spent=spent)
+        await self.hand.ledger.commit(
+            self.hand.updater.token, Commit(held=(), mean_staleness=0.0, privacy=loss)
         )
 
     async def fail(self) -> None:
@@ -233,6 +242,35 @@ async def test_no_device_rests_for_longer_because_the_clock_of_redis_went_back(
     assert 3 not in mirror.devices
     mirror.follow(tally, nothing, now + 300)
     assert 3 in mirror.devices
+
+
+async def test_device_of_a_recent_sum_is_not_asked(hand: Hand) -> None:
+    """While the noise of later sums takes back that of its own."""
+    await hand.create()
+    tally, changes = await hand.ledger.changes()
+    loss = PrivacyLoss(1, 0, 1.0, 1e-5, spent=frozenset({9}), recent=frozenset({3}))
+    assert PrivacyLoss.parsed(loss.packed()) == loss
+    mirror = Mirror(Participation(FixedSteps()))
+    mirror.follow(replace(tally, head=replace(tally.head, privacy=loss)), changes, tally.now)
+    assert 3 in mirror.devices
+    assert 3 not in mirror.idle
+    nothing = replace(changes, all_tasks=False, tasks={}, all_devices=False)
+    mirror.follow(tally, nothing, tally.now)
+    assert 3 in mirror.idle
+
+
+@pytest.mark.parametrize("policy", ["", "a policy"])
+async def test_device_in_a_private_batch_is_not_asked(hand: Hand, policy: str) -> None:
+    """But it counts among the devices of a round; after the batch it is asked again."""
+    await hand.create(policy=policy)
+    mirror = Mirror(Participation(FixedSteps()))
+    for held in ((1, 2), (2, 5), ()):
+        await hand.ledger.commit(hand.updater.token, Commit(held=held, mean_staleness=0.0))
+        tally, changes = await hand.ledger.changes(mirror.place)
+        mirror.follow(tally, changes, tally.now)
+        assert list(mirror.devices) == list(range(10))
+        barred = held if policy else ()
+        assert list(mirror.idle) == [device for device in range(10) if device not in barred]
 
 
 async def test_no_more_is_read_than_what_changed(hand: Hand, client: Client, keys: Keys) -> None:

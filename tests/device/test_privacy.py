@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import nn
 
 from fedstream.broker.client import RedisSettings
 from fedstream.cli.app import main
@@ -29,7 +31,7 @@ from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochKey, EpochSecret, SealedUpdate
 from fedstream.protocol.messages import Offer, OfferedPrivacy
 from fedstream.trainer.learner import Learner
-from fedstream.trainer.solvers import Work
+from fedstream.trainer.solvers import Trained, Work
 from fedstream.trainer.workspace import Start
 from tests.coordinator.gateway.places import SITE, coordinating, owned_by, serving
 from tests.coordinator.gateway.uploading import queued
@@ -89,7 +91,8 @@ def learned(task: Plain, model: Model, name: str = "task-1") -> np.ndarray[Any, 
     work = Work(7, name, 0, 5, 3, None, SGD, lambda: False)
     Learner(lambda: task, 1, "cpu").train(Start(0, model.digest(), model), work, into, "delta")
     delta = into.parameters.astype(np.float64)
-    return delta * min(1.0, POLICY.clip / np.linalg.norm(delta)) * 2.0**POLICY.scale_bits
+    clipped: np.ndarray[Any, Any] = delta * min(1.0, POLICY.clip / float(np.linalg.norm(delta)))
+    return clipped * 2.0**POLICY.scale_bits
 
 
 def opened(data: bytes, sealed: SealedUpdate, secret: EpochSecret) -> np.ndarray[Any, Any]:
@@ -188,6 +191,32 @@ async def test_finished_update_lies_masked_on_the_disk(
     assert (kept.unsent, kept.local) == (None, None)
 
 
+async def test_update_that_is_not_finite_is_given_up_and_the_next_is_sent(
+    gateway: FakeGateway, private: Private, model: Model
+) -> None:
+    class Diverging(Plain):
+        """Its first task ends at infinity."""
+
+        def train(self, module: nn.Module, data: Any, work: Work) -> Trained:
+            trained = super().train(module, data, work)
+            if work.task == "task-1":
+                with torch.no_grad():
+                    module.get_parameter("bias")[0] = torch.inf
+            return trained
+
+    _, key = epoch_of(POLICY)
+    for name in ("task-1", "task-2"):
+        offers(gateway, model, privacy_of(key), task=name)
+    task = Diverging()
+
+    def over(line: str) -> None:
+        gateway.over = "admitted" in line
+
+    await run_device(private(load=lambda: task, once=False), over, nothing)
+    assert gateway.given_up == [("task-1", "raised FloatingPointError")]
+    assert [one.report.format for one in gateway.sent.values()] == ["mask32"]
+
+
 # what it refuses
 
 
@@ -256,12 +285,18 @@ async def test_key_that_expires_during_training_is_not_used(
 
 
 async def test_metrics_are_neither_promised_nor_measured(
-    gateway: FakeGateway, private: Private, task: Plain, model: Model
+    gateway: FakeGateway, private: Private, model: Model
 ) -> None:
+    class Tested(Plain):
+        """Every device has test data."""
+
+        def device_test_data(self, device: int) -> Any:
+            return self.device_data(device)
+
     _, key = epoch_of(POLICY)
     asked = gateway.evaluates(model)
     offers(gateway, model, privacy_of(key))
-    await run_device(private(), nothing, nothing)
+    await run_device(private(load=Tested), nothing, nothing)
     assert gateway.check_ins[0].evaluates is False
     assert "mask32" in gateway.check_ins[0].formats
     assert gateway.given_up == [(asked.task.id, "no test data")]

@@ -31,7 +31,14 @@ PROGRAMS = sorted(
 )
 # Written by a reader, or by fedstream for one.
 MADE = {
-    "agree.py",
+    "ask.py",
+    "helper.pem",
+    "keys/0.pem",
+    "owner.pem",
+    "policy.json",
+    "private.toml",
+    "private/helper.toml",
+    "roster.txt",
     "devices.csv",
     "helper.toml",
     ".../run.toml",

@@ -229,9 +229,14 @@ def test_a_store_that_is_put_back(make: Make) -> None:
     updates = [batches.trained(device) for device in range(4)]
     backup = batches.path.with_name("backup")
     shutil.copy(batches.path, backup)
+    count = batches.path.with_name(f"{batches.path.name}-count")
+    counted = count.read_bytes()
     first = batches.opened(batches.intent(*updates))
     batches.store.close()
-    batches.path.write_bytes(backup.read_bytes())  # as a snapshot: into the same file
+    batches.path.write_bytes(backup.read_bytes())  # into the same file
+    with pytest.raises(ConfigError, match="is a copy: it may not know all tasks"):
+        HelperStore(batches.path, batches.policy)
+    count.write_bytes(counted)  # as a snapshot: both files
     batches.start()
     assert is_victims(batches, first - batches.opened(batches.intent(*updates[1:])))
 

@@ -40,6 +40,41 @@ def test_a_copied_file_is_refused(batches: Batches) -> None:
     batches.start()
 
 
+def test_an_earlier_state_in_the_same_file_is_refused(batches: Batches) -> None:
+    """As `cp backup.sqlite helper.sqlite` makes it, or a new file that got the old one's inode."""
+    batches.helper.open(batches.intent(*map(batches.trained, range(3))))
+    batches.store.close()
+    backup = batches.path.read_bytes()
+    batches.start()  # the newest state is no earlier one
+    batches.helper.open(batches.intent(*map(batches.trained, range(3, 6))))
+    batches.store.close()
+    batches.path.write_bytes(backup)
+    with pytest.raises(ConfigError, match="is a copy: it may not know all tasks"):
+        HelperStore(batches.path, batches.policy)
+    batches.path.write_bytes(b"")  # lost
+    batches.start()
+
+
+def test_a_helper_that_dies_before_it_counts_goes_on(batches: Batches) -> None:
+    """The store is ahead of the count then, and the answer was not sent."""
+    intent = batches.intent(*map(batches.trained, range(3)))
+    count = batches.path.with_name(f"{batches.path.name}-count")
+    before = count.read_bytes()
+    batches.helper.open(intent)
+    batches.store.close()
+    assert count.read_bytes() != before
+    count.write_bytes(before)
+    batches.start()
+    batches.helper.open(intent)
+    assert count.read_bytes() != before
+    batches.store.close()
+    count.unlink()  # only a part of the folder was restored
+    with pytest.raises(ConfigError, match="is a copy"):
+        HelperStore(batches.path, batches.policy)
+    batches.path.unlink()
+    batches.start()
+
+
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("not a database" * 100)

@@ -482,7 +482,8 @@ def test_bits_do_not_depend_on_threads_or_load(folder: Path, threads: str) -> No
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.json")))
 def test_old_journals_stay_replayable(name: str, folder: Path) -> None:
-    """Made once by ``python -m tests.journals``; packed, since records fill pages."""
+    """Made once by ``python -m tests.journals``, those of private runs by
+    ``tests.private.journalled``; packed, since records fill pages."""
     folder.mkdir()
     for packed in (GOLDEN / name).iterdir():
         (folder / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fedstream.broker import blobs
 from fedstream.core.errors import ConfigError
@@ -19,6 +21,7 @@ from fedstream.private.policy import PrivacyPolicy, signed
 from fedstream.private.sealing import EpochSecret, SealedUpdate
 from fedstream.private.settings import PrivateSettings
 from fedstream.trainer.settings import TrainerSettings
+from fedstream.trainer.solvers import Trained, Work
 from fedstream.trainer.task import initial
 from fedstream.trainer.vector import layout_of
 from tests.coordinator.gateway.places import evaluates
@@ -35,6 +38,7 @@ from tests.private.enrolled import (
 from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 from tests.trainer.stepping import H, Plain, Steps, stopped_midway
+from tests.trainer.test_device_evaluations import Measures
 from tests.trainer.test_local import Personal
 
 LINE = "line-of-the-run"
@@ -191,12 +195,12 @@ async def test_interrupted_training_leaves_nothing_in_redis_and_starts_over(
 async def test_devices_data_is_neither_measured_nor_quoted(
     hand: Hand, make: Make, private: PrivateSettings
 ) -> None:
-    """Device 9 raises, with a text about itself; the server asks device 3 to measure."""
+    """Device 9 raises, with a text about itself; device 1 has test data, and is asked for it."""
     await created(hand)
-    async with running(make(private=private), context()):
+    async with running(make(task=Measures(), private=private), context()):
         await hand.open(device=9)
         [answer] = await answers(hand)
-        await evaluates(hand, 3)
+        await evaluates(hand, 1)
 
         async def told() -> list[Event | Measured]:
             rows = await hand.client.call("XRANGE", hand.keys.inbox("pool"), "-", "+")
@@ -238,6 +242,28 @@ async def test_local_values_need_a_folder_as_redis_is_read_by_others(
     assert isinstance(upload, Upload)
     assert upload.size == 16
     assert await hand.client.call("KEYS", hand.keys.workspace("pool", "*")) == []
+
+
+async def test_update_that_is_not_finite_is_given_up(
+    hand: Hand, make: Make, private: PrivateSettings
+) -> None:
+    """Masked, it would spoil the sum of all others, and nobody could see which one did."""
+    task = Diverging()
+    await created(hand)
+    async with running(make(task=task, private=private), context()):
+        await hand.open(device=3)
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    assert answer.reason == "raised FloatingPointError"
+
+
+class Diverging(Adds):
+    """Its first parameter ends at infinity."""
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        with torch.no_grad():
+            model.get_parameter("weight")[0] = torch.inf
+        return super().train(model, data, work)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ import pytest
 
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError
+from fedstream.core.records import Head
+from fedstream.helper.store import HelperStore
+from fedstream.history.privacy import statement
 from fedstream.journal import SumOpened, Taken, segments
+from fedstream.journal import opened as opened_journal
 from fedstream.journal.inspection import verify
-from fedstream.journal.progress import OUT_OF_RANGE
+from fedstream.journal.progress import OUT_OF_RANGE, PrivacyAccount, charged
 from fedstream.journal.replay import Replayer
+from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
@@ -25,6 +31,7 @@ from fedstream.strategies.strategy import Strategy
 from fedstream.updater.service import Updater
 from fedstream.updater.state import RunState
 from fedstream.updater.sums import Opening, Sums
+from tests.helper.between import Between, Trouble
 from tests.helper.served import Http, serving
 from tests.private.devices import Devices
 from tests.private.enrolled import policy_of
@@ -42,10 +49,21 @@ def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def policy(hand: Hand) -> PrivacyPolicy:
-    """Sums of at least three updates, without noise."""
+def bands() -> int:
+    return 1
+
+
+@pytest.fixture
+def policy(hand: Hand, bands: int) -> PrivacyPolicy:
+    """Sums of at least three updates, without noise unless it is to be correlated."""
     hand.layout = layout_of(50)  # so many that a malformed update can't look like an honest one
-    return policy_of(parameters=hand.layout.parameters, sigma=0.0, max_batch=K, participations=1000)
+    return policy_of(
+        parameters=hand.layout.parameters,
+        sigma=float(bands > 1),
+        max_batch=K,
+        participations=1000,
+        bands=bands,
+    )
 
 
 @pytest.fixture
@@ -233,6 +251,34 @@ async def test_buckets_are_those_of_the_run(
             await private(**IN_BUCKETS | {"rule": RULE, "terms": None}).run(context())
 
 
+async def test_answer_to_another_intent_is_not_a_sum(
+    make: Any, helper: Http, policy: PrivacyPolicy, hand: Hand, devices: Devices, folder: Path
+) -> None:
+    """A proxy that mixes answers up costs another request, and not the batch."""
+    mine = PrivateSums.of(RULE, PrivateTerms(policy=policy))
+    async with Between() as between:
+        between.helper = str(helper.make_url("/"))
+        updater = make(mine, private=PrivateSettings(helper=between.url))
+        async with running(updater, context()):
+            await hand.join()
+            for version in (1, 2):
+                for device in range(K):
+                    await devices.answers(device)
+                await hand.reaches(version)
+                between.next = [Trouble.ANSWER_OF_ANOTHER, Trouble.GARBLED]
+    assert between.met == [Trouble.ANSWER_OF_ANOTHER, Trouble.GARBLED]
+    assert [one.reason for one in opened(folder)] == ["", ""]
+
+
+def test_batch_that_the_helper_refuses_makes_no_device_suspect() -> None:
+    """Its store was lost, or a round had too few updates: honest devices are in such batches."""
+    burnt = {3: PrivacyAccount(squares=2, sums=2, burnt=1)}
+    assert charged(burnt, [(3, 1), (4, 1)], is_opened=False, is_dropped=True) == burnt
+    again = charged(burnt, [(3, 1)], is_opened=True, is_dropped=True)
+    assert again[3] == PrivacyAccount(squares=3, sums=3, burnt=2)
+    assert charged(again, [(3, 1)], is_opened=True, is_dropped=False)[3].burnt == 0
+
+
 async def test_run_waits_for_its_helper(
     private: Callable[..., Updater], hand: Hand, devices: Devices, helper: Http, folder: Path
 ) -> None:
@@ -255,7 +301,13 @@ async def test_seal_of_another_update_is_refused(
     private: Callable[..., Updater], hand: Hand, devices: Devices
 ) -> None:
     """The helper would not open it, and the whole batch would be lost."""
-    others = {"task": "another", "attempt": "a2", "tau": 5, "layout": "other", "run": "another"}
+    others: dict[str, Any] = {
+        "task": "another",
+        "attempt": "a2",
+        "tau": 5,
+        "layout": "other",
+        "run": "another",
+    }
     async with running(private(), context()):
         await hand.join()
         for name, value in others.items():
@@ -274,6 +326,34 @@ async def test_device_takes_part_in_a_batch_once(
         assert await refused(hand, "refused", {reasons.IN_THE_BATCH: 1})
 
 
+@pytest.mark.parametrize("bands", [3])
+async def test_device_sits_out_the_sums_whose_noise_takes_back_its_own(
+    private: Callable[..., Updater], hand: Hand, devices: Devices, folder: Path
+) -> None:
+    """Also after the updater was replaced; the scheduler learns of it from the head."""
+    async with running(private(lease_s=0.5), context()):
+        await hand.join()
+        for version, batch in enumerate(((0, 1, 2), (3, 4, 5)), 1):
+            for device in batch:
+                await devices.answers(device)
+            await hand.reaches(version)
+        head = await hand.ledger.head()
+        assert head is not None
+        assert head.recent == {0, 1, 2, 3, 4, 5}
+    async with running(private(name="updater-1"), context()):
+        await wait_until(lambda: hand.client.call("GET", hand.keys.sealing))
+        for device in (0, 5, 6, 7, 8):
+            await devices.answers(device)
+        await hand.reaches(3)
+        assert await refused(hand, "refused", {reasons.IN_THE_BATCH: 2})
+        for device in (0, 1, 2):
+            await devices.answers(device)
+        await hand.reaches(4)
+    assert [one.reason for one in opened(folder)] == [""] * 4
+    with Replayer(folder) as replayer:
+        assert all(moment.identical for moment in replayer if moment.message.digest)
+
+
 async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Hand) -> None:
     async with running(private(), context()):
         await hand.join()
@@ -286,7 +366,7 @@ async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Ha
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (FedAsyncSettings(), "must see each update alone"),
+        (FedAsyncSettings(), "needs each update alone"),
         (FedBuffSettings(buffer_size=K, staleness=Polynomial()), "strategy.staleness"),
         (FedAvgSettings(clients_per_round=K, weighting="samples"), "samples"),
         (FedBuffSettings(buffer_size=K + 1), "opens sums of 3 to 3"),
@@ -297,3 +377,76 @@ def test_rules_that_need_single_updates_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         PrivateSums.of(rule, PrivateTerms(policy=policy))
+
+
+async def test_run_ends_before_a_device_exceeds_its_budget(
+    make: Any, hand: Hand, tmp_path: Path, folder: Path
+) -> None:
+    """Devices are drawn at random among those that the head leaves, and one batch is malformed.
+
+    Another updater takes over meanwhile. At the end, helper and journal have counted the same.
+    """
+    hand.layout = layout_of(50)
+    policy = policy_of(
+        parameters=hand.layout.parameters, sigma=4.0, max_batch=K, weights=(2,), participations=3
+    )
+    devices, draw = Devices(hand, policy), random.Random(5)
+    (tmp_path / "helper").mkdir()
+    batches, spent_on_the_way = 0, 0
+
+    async def head() -> Head:
+        found = await hand.ledger.head()
+        assert found is not None
+        return found
+
+    async def is_counted() -> bool:
+        loss = (await head()).privacy
+        return loss is not None and loss.opened == batches
+
+    async with serving(tmp_path / "helper", policy=policy) as http:
+        settings = PrivateSettings(helper=str(http.make_url("/")))
+        rule = PrivateSums.of(RULE, PrivateTerms(policy=policy))
+        for name, most in (("first", 4), ("second", 1000)):
+            async with running(make(rule, name=name, lease_s=0.5, private=settings), context()):
+                await hand.join()
+                while batches < most and (await hand.ledger.run()).state == "running":
+                    spent = (await head()).spent
+                    spent_on_the_way = max(spent_on_the_way, len(spent))
+                    for device in draw.sample([d for d in range(10) if d not in spent], K):
+                        await devices.answers(device, malformed=batches == 2)
+                    batches += 1
+                    await wait_until(is_counted)
+    run = await hand.ledger.run()
+    assert run.why is not None
+    assert run.why.startswith("the privacy budget is spent: ")
+    assert await refused(hand, "refused", {})
+    loss = (await head()).privacy
+    assert loss is not None
+    assert (loss.opened, loss.dropped, spent_on_the_way) == (batches, 1, 7)
+    assert loss.epsilon == epsilon(policy, policy.allowance, 3, 1e-5)
+    with opened_journal(folder) as chain:
+        found = statement(chain, 1e-5)
+    assert found.worst.squares == policy.allowance
+    assert {one.device for one in found.by_device if not one.left} == loss.spent
+    store = HelperStore(tmp_path / "helper" / "helper.sqlite", policy)
+    for one in found.by_device:
+        assert store.spent(one.device) == (one.squares, one.sums)
+    store.close()
+
+
+async def test_emptied_redis_gets_the_accounts_again(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """Or the scheduler would ask devices that can take part no more."""
+    async with running(private(), context()):
+        await hand.join()
+        for device in range(K):
+            await devices.answers(device)
+        await hand.reaches(1)
+        await hand.ledger.purge()
+
+        async def is_told() -> bool:
+            head = await hand.ledger.head()
+            return head is not None and head.privacy is not None and head.privacy.opened == 1
+
+        await wait_until(is_told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import markupsafe
 import numpy as np
@@ -21,7 +22,7 @@ from fedstream.history.live.stalled import stalled
 from fedstream.history.table import RowArray, is_used_row
 from fedstream.history.ui.templating import rendered
 from fedstream.runtime.text import escaped
-from fedstream.terminal import measure, number, spaced
+from fedstream.terminal import counted, measure, number, spaced
 from fedstream.trainer.goals import best_of, goal_of, ordered
 
 SHOWN = 50  # devices in the table
@@ -76,6 +77,14 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
+    if loss := tally.head.privacy:
+        if isfinite(loss.epsilon):
+            found.append((f"epsilon at delta {loss.delta:g}", f"{loss.epsilon:.3f}"))
+        found.append(("sums opened", f"{loss.opened:,}"))
+        if loss.dropped:
+            found.append(("sums dropped", f"{loss.dropped:,}"))
+        if loss.spent:
+            found.append(("without privacy budget", counted(len(loss.spent), "device")))
     if tally.failing:
         found.append(("failing and resting", failing(tally.failing_devices)))
     return found

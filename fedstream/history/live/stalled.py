@@ -175,6 +175,8 @@ def _of_devices(snapshot: Snapshot, *, devices_decide: bool) -> Iterator[str]:
     devices, barred = tally.run.devices, len(tally.head.quarantines.by_device)
     if barred >= devices:
         yield f"all {counted(devices, 'device')} are in quarantine"
+    if spent := len(tally.head.spent):
+        yield f"{counted(spent, 'device')} of {devices:,} have no privacy budget left"
     if devices_decide:
         yield "the devices decide when they train (scheduler.policy none), and none has begun"
     known = settings.devices.availability

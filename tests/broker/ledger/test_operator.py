@@ -7,7 +7,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.core.messages import QUARANTINED, SetQuarantine
-from fedstream.core.records import NO_QUARANTINES, Commit, Quarantines
+from fedstream.core.records import NO_QUARANTINES, Commit, PrivacyLoss, Quarantines
 from tests.support import Hand, askable
 
 
@@ -65,6 +65,35 @@ async def test_quarantined_devices_are_neither_asked_nor_heard(hand: Hand) -> No
     view = await hand.ledger.look()
     assert view.reasons("stray") == {"trigger for a quarantined device": 1}
     assert [trigger.device for trigger in view.open] == [4]
+
+
+async def test_device_without_privacy_budget_is_neither_asked_nor_heard(hand: Hand) -> None:
+    """Whichever bits of the published ones are its, and those of its neighbours are not."""
+    await hand.create(devices=40)
+    spent = PrivacyLoss(
+        opened=4, dropped=1, epsilon=3.5, delta=1e-5, spent=frozenset({3, 7, 8, 31})
+    )
+    await hand.ledger.commit(hand.updater.token, Commit(held=(), mean_staleness=0.0, privacy=spent))
+    view = await hand.ledger.look()
+    assert view.head.privacy == spent
+    for device in (2, 3, 4, 7, 8, 9, 30, 31, 32):
+        [verdict] = await hand.take_up(hand.trigger(origin="ann", device=device))
+        assert verdict == ("spent" if device in spent.spent else "sent")
+        assert view.head.bars(device) == (device in spent.spent)
+    view = await hand.ledger.look()
+    assert view.reasons("stray") == {"trigger for a device without privacy budget": 4}
+
+
+@pytest.mark.parametrize("policy", ["", "{}"])
+async def test_device_in_a_private_batch_is_busy(hand: Hand, policy: str) -> None:
+    """A batch takes one update of each; a plain buffer takes several."""
+    await hand.create(policy=policy, devices=40)
+    await hand.ledger.commit(hand.updater.token, Commit(held=(1, 23), mean_staleness=0.0))
+    found = [
+        await hand.take_up(hand.trigger(origin="ann", device=device)) for device in (1, 2, 3, 23)
+    ]
+    busy = ["busy"] if policy else ["sent"]
+    assert found == [busy, ["sent"], ["sent"], busy]
 
 
 async def test_late_commit_brings_no_quarantine_back(hand: Hand) -> None:

@@ -19,7 +19,7 @@ from tests.support import Hand, layout_of, wait_until
 
 POLICY = policy_of(parameters=64)
 LINE = "line-of-the-run"
-KNOWS = {"formats": ["f32", "mask32"]}
+KNOWS: dict[str, Any] = {"formats": ["f32", "mask32"]}
 SEAL = base64.b64encode(b"sealed").decode()
 
 

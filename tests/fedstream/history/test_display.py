@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,13 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.app import status
 from fedstream.core.messages import Encoded
-from fedstream.core.records import Best, Failing, Head
+from fedstream.core.records import Best, Failing, Head, PrivacyLoss
 from fedstream.history import display, observer, top
 from fedstream.history import status as page
+from fedstream.history.live.panels import headline_facts
 from fedstream.history.observer import Observer
 from fedstream.history.timeline import History
+from tests.fedstream.history.live.snapshots import snapshot
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 from tests.support import Hand
 
@@ -226,6 +230,31 @@ def test_top_and_status_name_devices_and_trainers_that_fail() -> None:
         assert "trainer trainer-1" not in shown
     older = {name: value for name, value in about.items() if name != "failing"}
     assert "failing" not in text_of(page.page(older | {"register": {}}))
+
+
+def test_private_runs_epsilon_is_shown_wherever_the_run_is() -> None:
+    """By status, also of a coordinator over HTTP, top, the run's own display and the page."""
+    loss = PrivacyLoss(opened=1900, dropped=2, epsilon=3.6171, delta=1e-5, spent=frozenset({1, 2}))
+    said = "epsilon 3.617 at delta 1e-05; 1,900 sums opened, 2 dropped, 2 devices without budget"
+    seen = view(head=replace(view().head, privacy=loss))
+    about = status("demo", seen) | {"register": {}}
+    assert said in " ".join(text_of(page.page(about)).split())
+    assert said in " ".join(text_of(top.frame(seen, History(), {}, {}, CREATED)).split())
+    assert "epsilon 3.62" in display.figures(seen, History())
+    assert headline_facts(snapshot(head_privacy=loss))[-4:] == [
+        ("epsilon at delta 1e-05", "3.617"),
+        ("sums opened", "1,900"),
+        ("sums dropped", "2"),
+        ("without privacy budget", "2 devices"),
+    ]
+    unnoised = replace(loss, epsilon=math.inf, spent=frozenset())
+    seen = view(head=replace(view().head, privacy=unnoised))
+    about = json.loads(json.dumps(status("demo", seen) | {"register": {}}, allow_nan=False))
+    assert "no noise; 1,900 sums opened, 2 dropped  " in text_of(page.page(about))
+    assert "epsilon" not in display.figures(seen, History())
+    assert headline_facts(snapshot(head_privacy=unnoised))[-2][0] == "sums opened"
+    plain = status("demo", view()) | {"register": {}}
+    assert "privacy" not in text_of(page.page(plain))
 
 
 def test_status_names_the_best_version() -> None:

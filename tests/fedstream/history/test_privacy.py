@@ -125,7 +125,8 @@ def test_dropped_batch_counts_if_it_was_opened(tmp_path: Path) -> None:
     scribe.batch(0, 5, 6)
     scribe.close()
     found = of(tmp_path)
-    assert (found.opened, found.dropped) == (1, {"sum out of range": 1, "seal": 1})
+    assert (found.opened, found.versions) == (2, 1)
+    assert found.dropped == {"sum out of range": 1, "seal": 1}
     sums = {one.device: one.sums for one in found.by_device}
     assert sums == {0: 2, 1: 1, 2: 1, 5: 1, 6: 1, 3: 0, 4: 0, 7: 0, 8: 0, 9: 0}
 
@@ -155,7 +156,7 @@ def test_older_segments_may_be_gone(tmp_path: Path, command: Command) -> None:
     assert left.accounts == whole.accounts
     assert left.opened == 2
     assert left.dropped == {"before the oldest segment": 1}
-    assert "1 batch: 1 before the oldest segment" in command("privacy", tmp_path)[1]
+    assert "1 sum: 1 before the oldest segment" in command("privacy", tmp_path)[1]
 
 
 def test_without_noise_there_is_no_differential_privacy(tmp_path: Path, command: Command) -> None:

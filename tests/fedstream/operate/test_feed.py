@@ -24,6 +24,7 @@ from fedstream.runtime.task_settings import LeaseSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.updater.service import Updater, UpdaterSettings
 from tests.journals import LAYOUT, Scribe
+from tests.private.journalled import private_run
 from tests.support import Hand, Proxy, context, model_of, running, wait_until
 
 
@@ -186,3 +187,9 @@ async def test_foreign_task_ends_the_feeding(
         with pytest.raises(BaseExceptionGroup) as failed:
             await Feeder(redis, keys, tmp_path / "journal", speed=1000).run(context())
     assert failed.group_contains(FedstreamError, match="that the replay did not open")
+
+
+def test_private_updates_are_for_one_run(redis: RedisSettings, keys: Keys, tmp_path: Path) -> None:
+    private_run(tmp_path)
+    with pytest.raises(FedstreamError, match=r"sealed for it alone, .* without --redis"):
+        Feeder(redis, keys, tmp_path, 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedstream.core.messages import Quarantine
-from fedstream.core.records import Failing, Quarantines
+from fedstream.core.records import Failing, PrivacyLoss, Quarantines
 from fedstream.history.live.snapshot import RedisMemory, Snapshot
 from fedstream.history.live.stalled import stalled
 from fedstream.settings.config import Settings
@@ -139,6 +139,11 @@ def test_all_devices_are_in_quarantine() -> None:
     group = Quarantine(devices=tuple(range(10)), since=CREATED, version=1)
     said = told(idle(head_quarantines=Quarantines(1, (group,))))
     assert "because all 10 devices are in quarantine" in said
+
+
+def test_devices_without_privacy_budget() -> None:
+    spent = PrivacyLoss(opened=9, dropped=0, epsilon=3.0, delta=1e-5, spent=frozenset(range(7)))
+    assert "7 devices of 10 have no privacy budget left" in told(idle(head_privacy=spent))
 
 
 def test_devices_decide() -> None:
