@@ -617,6 +617,9 @@ def test_privacy(reader: Open) -> None:
         code, said = page.shell.run("python ask.py")
         assert code == 1
         assert "HTTP Error 409" in said
+        page.follow()
+        [said] = [said for command, said in page.said.items() if "private.over=mean" in command]
+        assert "the original: 10 of 10 versions identical" in said
         page.stop()
 
 
@@ -686,7 +689,9 @@ def test_kubernetes(reader: Open) -> None:
 def test_compose(reader: Open) -> None:
     with reader("docs/how-to/compose.md") as page:
         page.follow()
-        page.given("[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem")
+        page.given(
+            "[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem"
+        )
 
 
 def change_production(page: Reader) -> None:

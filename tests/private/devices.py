@@ -57,8 +57,9 @@ class Devices:
         epoch = EpochKey.decode(await wait_until(key))
         run, head = await hand.ledger.run(), await hand.ledger.head()
         assert head is not None
-        drawn = self.rng.standard_normal(policy.parameters).astype(np.float32) / np.float32(4)
-        values = rounded(drawn if delta is None else delta, policy, self.rng)
+        if delta is None:
+            delta = (self.rng.standard_normal(policy.parameters) / 4).astype(np.float32)
+        values = rounded(delta, policy, self.rng)
         about: dict[str, Any] = {
             "run": run.lineage,
             "task": task.task,
