@@ -14,13 +14,14 @@ import asyncio
 import logging
 import os
 import random
+import sqlite3
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -358,7 +359,7 @@ class Played:
         self._forget_store()
         if self.kept_store is not None:
             self.helper.store.write_bytes(self.kept_store)
-        if self.kept_store is not None and self.helper.opened() != newest:
+        if self.kept_store is not None and self._has_opened_less(newest):
             try:
                 await self.helper.start()
             except ConfigError:
@@ -368,6 +369,12 @@ class Played:
                 self.helper.kill()
         self.helper.store.unlink(missing_ok=True)
         await self.start_helper()
+
+    def _has_opened_less(self, newest: dict[tuple[str, str], str]) -> bool:
+        """Whether the store that is there is an earlier one, or was copied amid a write."""
+        with suppress(sqlite3.DatabaseError):
+            return self.helper.opened() != newest
+        return True
 
     async def _replayed(self) -> None:
         await self.goes_on()
