@@ -617,7 +617,15 @@ def test_privacy(reader: Open) -> None:
         code, said = page.shell.run("python ask.py")
         assert code == 1
         assert "HTTP Error 409" in said
+        page.follow()
+        [said] = [said for command, said in page.said.items() if "private.over=mean" in command]
+        assert "the original: 10 of 10 versions identical" in said
         page.stop()
+        page.follow()
+        [stated] = [said for command, said in page.said.items() if "fedstream privacy" in command]
+        row = re.search(r"^epsilon .*$", stated, re.MULTILINE)
+        assert row
+        assert " ".join(row[0].split()) in shown
 
 
 def test_attest_devices(reader: Open) -> None:
@@ -686,7 +694,9 @@ def test_kubernetes(reader: Open) -> None:
 def test_compose(reader: Open) -> None:
     with reader("docs/how-to/compose.md") as page:
         page.follow()
-        page.given("[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem")
+        page.given(
+            "[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem"
+        )
 
 
 def change_production(page: Reader) -> None:

@@ -301,7 +301,13 @@ async def test_seal_of_another_update_is_refused(
     private: Callable[..., Updater], hand: Hand, devices: Devices
 ) -> None:
     """The helper would not open it, and the whole batch would be lost."""
-    others = {"task": "another", "attempt": "a2", "tau": 5, "layout": "other", "run": "another"}
+    others: dict[str, Any] = {
+        "task": "another",
+        "attempt": "a2",
+        "tau": 5,
+        "layout": "other",
+        "run": "another",
+    }
     async with running(private(), context()):
         await hand.join()
         for name, value in others.items():

@@ -425,6 +425,7 @@ def page(run: RecordedRun, template: str, title: str, here: str, **about: Any) -
             "name": head.run,
             "task": head.task,
             "strategy": head.strategy.get("name"),
+            "masked": head.masked,
             "state": state,
             "why": why,
             "oldest": run.oldest,

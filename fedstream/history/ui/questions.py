@@ -20,6 +20,7 @@ from fedstream.core.errors import ConfigError, FedstreamError
 from fedstream.core.messages import Goal
 from fedstream.history.bisect import Limit, limit_of
 from fedstream.history.recorded_run import RecordedRun
+from fedstream.journal.errors import ONLY_SUMS
 
 _MEASUREMENTS = 50  # approximate number of versions that a curve of another rule has
 _MOST_SETTINGS = 50
@@ -193,6 +194,8 @@ def distances(fields: Fields, run: RecordedRun) -> tuple[Distances | None, Probl
     """The question in a form and its problems; the question is None if there are problems."""
     reading = _Reading(fields)
     until = reading.until(run)
+    if run.models.head.masked:
+        reading.problems["until"] = f"{ONLY_SUMS}: a single one has no distance"
     return (None if reading.problems else Distances(until)), reading.problems
 
 
@@ -245,10 +248,12 @@ def other_rule(fields: Fields, run: RecordedRun) -> tuple[OtherRule | None, Prob
 
 
 def keys_in(recorded: Mapping[str, Any], prefix: str = "strategy.") -> dict[str, Any]:
-    """A recorded rule's settings by their keys."""
+    """A recorded rule's settings by their keys; of a private rule, those that a replay changes."""
     found: dict[str, Any] = {}
     for key, value in recorded.items():
-        if isinstance(value, Mapping):
+        if key == "private":
+            found["private.over"] = value["over"]
+        elif isinstance(value, Mapping):
             found |= keys_in(value, f"{prefix}{key}.")
         elif value is not None:
             found[f"{prefix}{key}"] = value
@@ -271,6 +276,7 @@ def rule_of(run: RecordedRun, other: RecordedRun) -> str:
         f"{key}={json.dumps(value)}"
         for key, value in theirs.items()
         if key != name and (ours.get(key) != value or "strategy" in fields)
+        if key != "private.over" or key in ours
     ]
     fields["set"] = "\n".join(items)
     return f"/what-if?{urlencode(fields)}"
@@ -299,7 +305,9 @@ def _refused(
 
     found: Problems = {}
     updates = run.columns.updates[run.columns.used]  # a replay would read all records for this
-    if missing := without - set(np.unique(updates["device"]).tolist()):
+    if without and run.models.head.masked:
+        found["without"] = f"{ONLY_SUMS}: no device can be left out of a sum"
+    elif missing := without - set(np.unique(updates["device"]).tolist()):
         found["without"] = (
             f"device {min(missing)} never took part (the run has {run.models.head.devices} devices)"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedstream.history.models import JournalModels
 from fedstream.history.privacy import statement
 from fedstream.history.record import open_run
 from fedstream.history.recorded_run import RecordedRun
+from fedstream.history.ui.questions import distances, other_rule, rule_of
 from fedstream.history.ui.templating import LACKING
 from fedstream.journal import NotRecorded, opened
 from fedstream.journal.errors import ONLY_SUMS
@@ -157,5 +159,24 @@ async def test_pages_have_no_number_of_masked_words(run: Path) -> None:
             assert set(shown[:, 7]) == {"loss", LACKING}
         shown_of_devices = {one.partition(" ")[0] for one in await cells("/devices")}
         assert not {"norm", "distance", "cosine", "loss"} & shown_of_devices
+        for path in ("/devices", "/devices/0"):
+            text = await (await client.get(path)).text()
+            assert "what-if?without" not in text
+            assert "only their sums were opened" in text
         for path in ("/overview", "/devices/0"):
             assert "norm" not in {one.partition(" ")[0] for one in await cells(path)}
+
+
+def test_questions_about_single_devices_are_refused_in_the_form(run: Path, tmp_path: Path) -> None:
+    """And another rule on the same sums may be asked for, also that of another private run."""
+    mine = RecordedRun(run)
+    assert distances({}, mine) == (None, {"until": f"{ONLY_SUMS}: a single one has no distance"})
+    _, problems = other_rule({"without": "3"}, mine)
+    assert problems == {"without": f"{ONLY_SUMS}: no device can be left out of a sum"}
+    _, problems = other_rule({"staleness": "polynomial"}, mine)
+    assert "the privacy policy has weights by staleness" in problems["staleness"]
+    asked, problems = other_rule({"set": "strategy.server_lr=0.5"}, mine)
+    assert (asked is not None, problems) == (True, {})
+    private_run(tmp_path / "slow" / "journal", FedBuffSettings(buffer_size=EACH, server_lr=0.5))
+    link = parse_qs(urlsplit(rule_of(mine, RecordedRun(tmp_path / "slow"))).query)
+    assert link == {"set": ["strategy.server_lr=0.5"]}
