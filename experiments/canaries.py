@@ -22,6 +22,7 @@ the estimate a quarter too large; with a common deviation (:func:`common_epsilon
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,7 @@ class Normal(NamedTuple):
 
     def log_density(self, x: Scores) -> Scores:
         """The logarithm of the density, without the constant of all normal distributions."""
-        return -(((x - self.mean) / self.deviation) ** 2) / 2 - np.log(self.deviation)
+        return -np.square((x - self.mean) / self.deviation) / 2 - math.log(self.deviation)
 
 
 class Released(NamedTuple):

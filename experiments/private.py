@@ -86,20 +86,23 @@ class LiveRow:
 
 
 _RULE: KeyValues = {"strategy.name": "fedbuff"}
-_FEW: KeyValues = _RULE | {
+_FEW: KeyValues = {
+    **_RULE,
     "task.devices": 20,
     "strategy.buffer_size": 5,
     "run.versions": 150,
     "evaluator.every": 5,
 }
-_MANY: KeyValues = _RULE | {
+_MANY: KeyValues = {
+    **_RULE,
     "task.devices": 100,
     "task.partition.kind": "iid",
     "strategy.buffer_size": 50,
     "run.versions": 20,
     "evaluator.every": 1,
 }
-_AUDITED: KeyValues = _RULE | {
+_AUDITED: KeyValues = {
+    **_RULE,
     "task.name": "experiments.canaries:canaries",
     "strategy.buffer_size": 50,
     "run.versions": 18,
@@ -108,20 +111,23 @@ _AUDITED: KeyValues = _RULE | {
 }
 ACCURACY = {  # and the cells that they are compared with
     LiveCell("plain", _FEW, ()): None,
-    LiveCell("private", _FEW | {"private.terms.clip": 20.0}): "plain",
-    LiveCell("plain, K = 50", _MANY, ()): None,
+    LiveCell("private", {**_FEW, "private.terms.clip": 20.0}): "plain",
+    LiveCell("plain, K = 50", _MANY, (), seeds=3): None,
     LiveCell(
         "private with noise, K = 50",
-        _MANY | {"private.terms.sigma": 2.2, "private.terms.participations": 12},
+        {**_MANY, "private.terms.sigma": 2.2, "private.terms.participations": 12},
+        seeds=3,
     ): "plain, K = 50",
 }
 AUDITS = {  # by sigma
-    sigma: LiveCell(f"audit, sigma = {sigma:g}", _AUDITED | {"private.terms.sigma": sigma}, seeds=1)
+    sigma: LiveCell(
+        f"audit, sigma = {sigma:g}", {**_AUDITED, "private.terms.sigma": sigma}, seeds=1
+    )
     for sigma in (0.0, 1.0, 2.0, 4.0)
 }
 CROWD = LiveCell(
     "100 devices over HTTPS",
-    _RULE | {"task.devices": 100, "strategy.buffer_size": 20, "run.versions": 25},
+    {**_RULE, "task.devices": 100, "strategy.buffer_size": 20, "run.versions": 25},
     ("--private", "--devices-over-http", "100"),
     seeds=1,
 )
@@ -157,7 +163,7 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         replayed = next(x for x in _call("replay", str(out)).splitlines() if "identical" in x)
         if cell in AUDITS.values():
             sent, unsent = canaries.scores(canaries.released(out / "journal"), _limit(cell))
-            keep_scores(cell, sent, unsent)
+            keep_scores(cell, seed, sent, unsent)
         summary = json.loads((out / "summary.json").read_text())
         table = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
         measured = [float(row["accuracy"]) for row in table if row.get("accuracy")] or [0.0]
@@ -224,25 +230,32 @@ def add(row: LiveRow) -> None:
         writer.writerows(asdict(one) for one in rows)
 
 
+def _score_lines() -> list[dict[str, str]]:
+    if not (RESULTS / SCORES).exists():
+        return []
+    text = gzip.decompress((RESULTS / SCORES).read_bytes()).decode()
+    return list(csv.DictReader(io.StringIO(text)))
+
+
 def _all_scores() -> dict[str, tuple[Scores, Scores]]:
     """The audits' scores by cell: of canaries that took part, and of directions never sent."""
-    if not (RESULTS / SCORES).exists():
-        return {}
-    text = gzip.decompress((RESULTS / SCORES).read_bytes()).decode()
     found: dict[str, tuple[list[float], list[float]]] = {}
-    for line in csv.DictReader(io.StringIO(text)):
+    for line in _score_lines():
         kinds = found.setdefault(line["cell"], ([], []))
         kinds[line["sent"] == "0"].append(float(line["cosine"]))
     return {cell: (np.array(sent), np.array(unsent)) for cell, (sent, unsent) in found.items()}
 
 
-def keep_scores(cell: LiveCell, sent: Scores, unsent: Scores) -> None:
+def keep_scores(cell: LiveCell, seed: int, sent: Scores, unsent: Scores) -> None:
+    """Add an audit's scores to the raw results."""
+    lines = _score_lines()
+    for is_sent, scores in (("1", sent), ("0", unsent)):
+        of = {"cell": cell.name, "seed": str(seed), "sent": is_sent}
+        lines += [{**of, "cosine": f"{score:.4g}"} for score in scores]
     text = io.StringIO()
-    print("cell,sent,cosine", file=text)
-    for name, kinds in {**_all_scores(), cell.name: (sent, unsent)}.items():
-        for is_sent, scores in zip((1, 0), kinds, strict=True):
-            for score in scores:
-                print(f'"{name}",{is_sent},{score:.5g}', file=text)
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     (RESULTS / SCORES).write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
 
 
@@ -324,9 +337,9 @@ def _audit(rows: dict[str, list[LiveRow]]) -> list[str]:
 _ESTIMATES = (canaries.epsilon, canaries.common_epsilon)
 
 
-def _estimated(by: Callable[[Scores, Scores, float], float], *scores: Scores) -> str:
-    low, high = canaries.interval(by, *scores, DELTA)
-    return f"{by(*scores, DELTA):.2f} ({low:.2f} to {high:.2f})"
+def _estimated(by: Callable[[Scores, Scores, float], float], sent: Scores, unsent: Scores) -> str:
+    low, high = canaries.interval(by, sent, unsent, DELTA)
+    return f"{by(sent, unsent, DELTA):.2f} ({low:.2f} to {high:.2f})"
 
 
 def _draw(scores: dict[float, tuple[Scores, Scores]], titles: dict[float, str]) -> None:

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from fedstream.journal.progress import OUT_OF_RANGE
+
 
 class UpdaterMetrics:
     """Counters and timers; names and meanings are in docs/reference/metrics.md."""
@@ -39,6 +41,8 @@ class UpdaterMetrics:
             ["outcome"],
             registry=registry,
         )
+        for outcome in ("opened", OUT_OF_RANGE):
+            self.sums.labels(outcome)
         self.dropped = Counter(
             "fedstream_rounds_dropped",
             "Rounds dropped at their timeout: too few answers.",

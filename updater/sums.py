@@ -121,7 +121,7 @@ class Sums:
             sums = max((one.sums for one in accounts.values()), default=0)
             delta = self._settings.delta
             loss = PrivacyLoss(
-                progress.state.version,
+                progress.sums,
                 progress.dropped,
                 epsilon(self._policy, squares, sums, delta),
                 delta,
@@ -138,7 +138,8 @@ class Sums:
 
     def exhausted(self, progress: Progress, devices: int, batch: int) -> str:
         """Why a run with ``devices`` is over; '' if enough of them may take part in turn."""
-        left = devices - len(self._spent(progress))
+        begun = {one.device for one in progress.held}  # in buckets of the next version
+        left = devices - len(self._spent(progress) - begun)
         batch *= self._policy.bands  # a device is in one of so many sums in a row
         if left >= batch:
             return ""

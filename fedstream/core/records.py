@@ -183,8 +183,8 @@ NO_QUARANTINES = Quarantines()
 class PrivacyLoss:
     """What the sums of a private run have told of its devices so far."""
 
-    opened: int  # sums that made a version
-    dropped: int  # batches that made none
+    opened: int  # sums, whether or not they were of use
+    dropped: int  # batches that were of no use
     epsilon: float  # of the most exposed device; infinite without noise
     delta: float  # at which epsilon is stated
     spent: frozenset[int] = frozenset()  # devices that can take part no more

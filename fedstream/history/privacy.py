@@ -52,9 +52,9 @@ class PrivacyStatement:
     devices: int
     policy: PrivacyPolicy
     delta: float
-    opened: int  # sums that the server has, whether or not they made a version
+    opened: int  # sums that the server has, whether or not they were of use
     versions: int
-    dropped: Mapping[str, int]  # batches that made no version, by reason
+    dropped: Mapping[str, int]  # batches that were of no use, by reason
     accounts: Mapping[int, PrivacyAccount]
     is_whole: bool  # False: sums before an adopted model may be missing
 
@@ -177,10 +177,10 @@ class PrivacyStatement:
         policy = self.policy
         if not policy.sigma:
             return "none"
-        turns = f", correlated over {policy.bands} sums" if policy.bands > 1 else ""
+        kind = f"correlated over {policy.bands} sums" if policy.bands > 1 else "independent"
         return (
-            f"sigma {policy.sigma:g}, in units {policy.sum_sigma:,.0f} (discrete Gaussian){turns}; "
-            f"{policy.participations:,} participations"
+            f"sigma {policy.sigma:g}, in units {policy.sum_sigma:,.0f} (discrete Gaussian, {kind})"
+            f"; {policy.participations:,} participations"
         )
 
     def _result(self) -> Iterator[tuple[str, str]]:
@@ -204,8 +204,8 @@ class PrivacyStatement:
         yield (
             "epsilon",
             (
-                f"{worst.epsilon:.3f} at delta {self.delta:g}, of the most exposed device (rho "
-                f"{worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
+                f"{_or_unbounded(worst.epsilon)} at delta {self.delta:g}, of the most exposed "
+                f"device (rho {worst.rho:.4f}); {self.exact_epsilon:.3f} by the exact formula for "
                 "continuous noise"
             ),
         )
@@ -213,8 +213,8 @@ class PrivacyStatement:
         yield (
             "budget",
             (
-                f"the policy ends at {self.limit:.3f}; {counted(none_left, 'device')} of "
-                f"{self.devices:,} may take no more part"
+                f"epsilon {_or_unbounded(self.limit)} at most by the policy; "
+                f"{counted(none_left, 'device')} of {self.devices:,} may take no more part"
             ),
         )
 
@@ -281,25 +281,25 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
     if first.dropped:
         dropped["before the oldest segment"] = first.dropped
     in_sum = first.held[len(first.held) - len(first.sealed) :]  # the others' buckets are opened
-    held = [(one.device, int(one.weight)) for one in in_sum]
-    found = first.version * terms.get("buckets", 1) + first.opened
+    batch = [(one.device, int(one.weight)) for one in in_sum]
+    found = first.sums
     for segment, cut in cuts(chain):
         versions = segment.standing.version
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and entry.outcome == "buffered":
-                held.append((entry.upload.device, int(entry.weight)))
+                batch.append((entry.upload.device, int(entry.weight)))
             elif isinstance(entry, SumOpened):
                 is_opened = entry.masks is not None
                 accounts = charged(
-                    accounts, held, is_opened=is_opened, is_dropped=bool(entry.reason)
+                    accounts, batch, is_opened=is_opened, is_dropped=bool(entry.reason)
                 )
                 found += is_opened
                 if entry.reason:
                     dropped[entry.reason] += 1
-                held.clear()
+                batch.clear()
             elif isinstance(entry, RoundClosed) and entry.dropped:
                 dropped["too few answers"] += 1
-                held.clear()
+                batch.clear()
             versions = entry.version
     return PrivacyStatement(
         run=head.run,
@@ -318,6 +318,10 @@ def statement(chain: Sequence[Segment], delta: float) -> PrivacyStatement:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _or_unbounded(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "without a bound"
 
 
 def _weights(policy: PrivacyPolicy) -> str:

@@ -40,9 +40,9 @@ class PrivacyAccount:
 class Progress:
     """Version, model and memory; the updates held in the memory; recent staleness and sizes.
 
-    Of a private run also the devices' privacy accounts, the number of dropped batches, and the
-    sealed updates of the batch that is not opened yet; the batch's contributions are the last that
-    are held. With correlated noise also the devices of the last opened sums.
+    Of a private run also the devices' privacy accounts, the numbers of opened sums and dropped
+    batches, and the sealed updates of the batch that is not opened yet; the batch's contributions
+    are the last that are held. With correlated noise, the devices of the last opened sums.
     """
 
     state: State
@@ -51,6 +51,7 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
     sealed: tuple[bytes, ...] = ()
     accounts: Mapping[int, PrivacyAccount] = field(default_factory=dict)
+    sums: int = 0  # that were opened
     dropped: int = 0
     recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
 
@@ -204,6 +205,7 @@ def open_sum(strategy: Strategy, before: Progress, masks: Model | None, refused:
         held=() if made is not None else held,
         sealed=(),
         accounts=accounts,
+        sums=before.sums + (masks is not None),
         dropped=before.dropped + bool(why),
         recent=recent,
     )

@@ -125,6 +125,7 @@ def standing_of(
                 (device, one.squares, one.sums, one.burnt)
                 for device, one in sorted(progress.accounts.items())
             ),
+            "sums": progress.sums,
             "dropped": progress.dropped,
             "recent": progress.recent,
             **more,
@@ -177,6 +178,7 @@ class Rebuild:
             Norms(said.sizes, said.samples),
             said.sealed,
             {device: PrivacyAccount(*numbers) for device, *numbers in said.accounts},
+            said.sums,
             said.dropped,
             said.recent,
         )

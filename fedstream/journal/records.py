@@ -119,11 +119,13 @@ class Standing(Message):
     evaluation: str = ""  # the newest evaluation on the devices that has a record
     # Of a private run: the sealed updates of the batch that is not opened, the last ones of `held`;
     # whether it is closed; the buckets opened before it; for each device the numbers of its
-    # `PrivacyAccount`; the batches that were dropped; the devices of the last sums, which sit out.
+    # `PrivacyAccount`; the sums opened in all, the batches that were dropped, and the devices that
+    # sit out after the last sums.
     sealed: tuple[bytes, ...] = ()
     closed: bool = False
     opened: Count = 0
     accounts: tuple[tuple[Count, Count, Count, Count], ...] = ()
+    sums: Count = 0
     dropped: Count = 0
     recent: tuple[tuple[Count, ...], ...] = ()
 

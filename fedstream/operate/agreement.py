@@ -89,6 +89,12 @@ def draft(
             f"strategy.{rule.batch_key} = {rule.batch}, but {devices} devices take part, and a "
             "private sum has one update of each at most: lower it"
         )
+    if devices < terms.bands * in_a_sum:
+        raise ConfigError(
+            f"private.terms.bands = {terms.bands}: a device takes part in one of {terms.bands} "
+            f"sums of {in_a_sum}, so {terms.bands * in_a_sum} devices are needed, and {devices} "
+            "take part: lower it"
+        )
     try:
         policy = PrivacyPolicy.finest(
             **terms.model_dump(exclude={"min_batch"}),

@@ -36,6 +36,11 @@ def refusal(settings: Settings) -> str:
             "journal.weights = false in a private run (private.policy): a sum can only be rebuilt "
             "from the masked updates: leave it out"
         )
+    if settings.journal.sync == "never":
+        return (
+            "journal.sync = 'never' in a private run (private.policy): a batch must be on disk "
+            "before its sum is opened, as no other is opened with its updates: use 'interval'"
+        )
     if settings.gateway.flower_app is not None:
         return (
             "gateway.flower_app in a private run (private.policy): Flower's supernodes don't mask "

@@ -1,6 +1,6 @@
 """Private runs under faults: of the helper, of what is between, of updaters, and of Redis.
 
-    python -m tests.chaos.sums [--plans 300] [--seed N ...]
+    python -m tests.chaos.sums [--faults 300] [--of 6] [--seed N ...]
 
 A plan is a run that is played step by step from a seed: devices seal updates and answer, and before
 most steps something fails. A helper is a process of its own; updaters and devices are in this one.
@@ -19,7 +19,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -52,11 +53,10 @@ from tests.helper.between import Between, Trouble
 from tests.helper.killable import Killable
 from tests.private.devices import Devices
 from tests.private.enrolled import files, policy_of
-from tests.support import EveryRole, Hand, Proxy, context, layout_of, model_of, wait_until
+from tests.support import EveryRole, Hand, Pauses, Proxy, context, layout_of, model_of, wait_until
 from tests.updater.journalled import backed_up, go_back, records
 
-PLANS = 300
-STEPS = 6  # of a plan, each with a fault
+FAULTS = 6  # of a plan
 DEVICES = 10
 RULE = FedBuffSettings(buffer_size=4)
 LAYOUT = layout_of(50)  # so many that a malformed update can't look like an honest one
@@ -106,11 +106,11 @@ class Plan:
         return f"seed {self.seed} (sync {self.sync}, sigma {self.sigma:g}): {faults}"
 
 
-def plan(seed: int) -> Plan:
-    """The plan of a seed. Any ``len(KINDS)`` plans in a row have every kind of fault."""
-    rng = random.Random(seed)
-    first = [KINDS[(seed * STEPS + step) % len(KINDS)] for step in range(STEPS // 2)]
-    faults = [*first, *rng.choices(KINDS, k=STEPS - len(first))]
+def plan(seed: int, of: int = FAULTS) -> Plan:
+    """The plan of a seed: half of its faults are drawn, half follow from the seed in turn."""
+    rng, half = random.Random(seed), -(-of // 2)
+    in_turn = [KINDS[(seed * half + number) % len(KINDS)] for number in range(half)]
+    faults = [*in_turn, *rng.choices(KINDS, k=of - half)]
     rng.shuffle(faults)
     return Plan(
         seed=seed,
@@ -240,10 +240,10 @@ class Played:
             await self.start_updater()
         return await self.hand.ledger.head() is not None
 
-    def _leader(self) -> Updater:
-        """The newest updater that leads, or that is to lead."""
-        updaters = [updater for updater, _ in self.updaters]
-        return max(updaters, key=lambda updater: updater._lease.number)
+    def _leader(self) -> Updater | None:
+        """The updater that has led last; None if none runs."""
+        updaters = [updater for updater, _ in self.updaters if updater._lease.number]
+        return max(updaters, key=lambda updater: updater._lease.number, default=None)
 
     # devices
 
@@ -389,7 +389,10 @@ class Played:
 
     async def _tear(self) -> None:
         """The power fails when a sum is in the journal, before it is on disk."""
-        recorder = self._leader()._recorder
+        leader = self._leader()
+        if leader is None:
+            return
+        recorder = leader._recorder
         mark, until = recorder.appended, time.monotonic() + 2.0
         while recorder.appended == mark and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.0005)  # the record is unsynced for a few milliseconds
@@ -431,8 +434,8 @@ class Played:
             await self.start_helper()
             if not await self._is_led() or await self.hand.queue():
                 return False
-            loop = getattr(self._leader(), "_loop", None)  # None: a standby that has not begun
-            state = getattr(loop, "state", None)
+            leader = self._leader()
+            state = getattr(leader._loop, "state", None) if leader is not None else None
             return state is not None and not state.is_due
 
         await wait_until(is_quiet, what="an updater that has done everything")
@@ -605,28 +608,38 @@ def _complaints_of_models(entries: Sequence[EntryRecord], played: Played) -> Ite
 # plans
 
 
-async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Outcome:
-    """Play a plan against a Redis that is for it alone."""
-    began = time.monotonic()
+@asynccontextmanager
+async def playing(
+    plan: Plan, folder: Path, redis: RedisSettings, keys: Keys
+) -> AsyncIterator[Played]:
+    """A plan's run, to be played against a Redis that is for it alone."""
     client = Client(redis, "test")
     client.bind(keys.prefix)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fedstream.updater.loop.BLOCK_MS", 20)
-        patched.setattr("fedstream.updater.sums._LOOK_S", plan.look_s)
+        patched.setattr("fedstream.updater.sums.pause", Pauses(plan.look_s))
+        patched.setattr("fedstream.runtime.service.pause", Pauses(0.05))  # also after failures
         async with Proxy(redis) as proxy, Between(late_s=LATE_S) as between:
             played = Played(plan, folder, proxy, between, client, keys)
             try:
-                await played.play()
-            except AssertionError as error:
-                played.failures.append(f"stuck: {error}")
+                yield played
             finally:
                 await played.kill_updaters()
                 played.kill_helper()
-            try:
-                outcome = await played.outcome()
-            finally:
                 await client.call("FLUSHALL")
                 await client.close()
+
+
+async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Outcome:
+    """Play a plan; say what became of it."""
+    began = time.monotonic()
+    async with playing(plan, folder, redis, keys) as played:
+        try:
+            await played.play()
+        except Exception as error:
+            said = "".join(traceback.format_exception(error))
+            played.failures.append(f"not played to the end: {said}")
+        outcome = await played.outcome()
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -642,20 +655,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
         counts.update(one.counts)
     seconds = sorted(one.seconds for one in outcomes)
     rows = [
-        ("plans", str(len(outcomes))),
-        ("plans in which a check failed", ", ".join(failed) or "none"),
+        ("runs", str(len(outcomes))),
+        ("runs in which a check failed", ", ".join(failed) or "none"),
         ("faults", str(sum(len(one.plan.faults) for one in outcomes))),
         ("versions", str(sum(one.versions for one in outcomes))),
         ("answers of the helper, repetitions included", str(sum(one.asked for one in outcomes))),
         *((f"batches dropped: {reason}", str(n)) for reason, n in sorted(dropped.items())),
         *((f"tasks {name}", str(n)) for name, n in counts.items()),
-        ("seconds a plan, median", f"{seconds[len(seconds) // 2]:.1f}"),
+        ("seconds a run, median", f"{seconds[len(seconds) // 2]:.1f}"),
     ]
     lines = [
         "# Private runs under faults",
         "",
-        "`python -m tests.chaos.sums`: plans of six faults, drawn from a seed. docs/chaos.md says",
-        "what is checked after each.",
+        "`make chaos`: private runs with faults drawn from a seed. docs/chaos.md says what is",
+        "checked after each run.",
         "",
         about,
         "",
@@ -670,17 +683,17 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def _main(seeds: Sequence[int]) -> list[Outcome]:
+async def _main(plans: Sequence[Plan]) -> list[Outcome]:
     outcomes = []
     with (
         tempfile.TemporaryDirectory() as folder,
         redis_server(Path(folder) / "redis", binary=find_servers()[-1]) as server,
     ):
         settings = RedisSettings(url=server.url)
-        for seed in seeds:
-            at = Path(folder) / str(seed)
+        for number, one in enumerate(plans):
+            at = Path(folder) / str(number)
             at.mkdir()
-            outcome = await play(plan(seed), at, settings, Keys(f"sums-{seed}"))
+            outcome = await play(one, at, settings, Keys(f"sums-{number}"))
             outcomes.append(outcome)
             said = "\n  ".join(["FAILED", *outcome.complaints] if outcome.complaints else ["held"])
             sys.stdout.write(f"{outcome.plan}: {outcome.seconds:.1f} s, {said}\n")
@@ -691,11 +704,13 @@ async def _main(seeds: Sequence[int]) -> list[Outcome]:
 def main() -> int:
     """Play, print, and write the table unless only some seeds were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plans", type=int, default=PLANS)
+    parser.add_argument("--faults", type=int, default=300, help="faults in all")
+    parser.add_argument("--of", type=int, default=FAULTS, help="faults per plan")
     parser.add_argument("--seed", type=int, nargs="+", help="play only the plans of these seeds")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    outcomes = asyncio.run(_main(options.seed or range(options.plans)))
+    seeds = options.seed or range(-(-options.faults // options.of))
+    outcomes = asyncio.run(_main([plan(seed, options.of) for seed in seeds]))
     text = table(outcomes)
     sys.stdout.write(text)
     if options.seed is None:

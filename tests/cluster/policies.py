@@ -48,7 +48,8 @@ class Place:
 
     def has(self, policy: Manifest) -> bool:
         """Whether a policy is of this place's namespace."""
-        return self.namespace.get(NAME) == policy["metadata"]["namespace"]
+        namespace: str = policy["metadata"]["namespace"]
+        return self.namespace.get(NAME) == namespace
 
 
 def component(name: str) -> dict[str, str]:

@@ -285,12 +285,18 @@ async def test_key_that_expires_during_training_is_not_used(
 
 
 async def test_metrics_are_neither_promised_nor_measured(
-    gateway: FakeGateway, private: Private, task: Plain, model: Model
+    gateway: FakeGateway, private: Private, model: Model
 ) -> None:
+    class Tested(Plain):
+        """Every device has test data."""
+
+        def device_test_data(self, device: int) -> Any:
+            return self.device_data(device)
+
     _, key = epoch_of(POLICY)
     asked = gateway.evaluates(model)
     offers(gateway, model, privacy_of(key))
-    await run_device(private(), nothing, nothing)
+    await run_device(private(load=Tested), nothing, nothing)
     assert gateway.check_ins[0].evaluates is False
     assert "mask32" in gateway.check_ins[0].formats
     assert gateway.given_up == [(asked.task.id, "no test data")]

@@ -689,7 +689,9 @@ def test_kubernetes(reader: Open) -> None:
 def test_compose(reader: Open) -> None:
     with reader("docs/how-to/compose.md") as page:
         page.follow()
-        page.given("[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem")
+        page.given(
+            "[ ${#FEDSTREAM_POLICY_OWNER} = 64 ] && ls private/roster.txt private/keys/19.pem"
+        )
 
 
 def change_production(page: Reader) -> None:

@@ -33,8 +33,8 @@ def run(sigma: float, number: int, batches: int) -> list[Released]:
     for batch in range(batches):
         some = np.roll(devices, K * batch)[:K]
         total = sum(direction(device, SIZE) for device in some)
-        noisy = total + sigma * rng.standard_normal(SIZE).astype(np.float32)
-        found.append(Released(frozenset(map(int, some)), noisy / K))
+        noisy = (total + sigma * rng.standard_normal(SIZE)) / K
+        found.append(Released(frozenset(map(int, some)), noisy.astype(np.float32)))
     return found
 
 

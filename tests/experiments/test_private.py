@@ -23,7 +23,9 @@ def test_table_and_picture_are_of_the_kept_results(
     audit = private.AUDITS[2.0]
     private.add(replace(plain, cell=audit.name, epsilon=3.19))
     rng = np.random.default_rng(0)
-    private.keep_scores(audit, 0.7 + rng.standard_normal(400), rng.standard_normal(2_000))
+    for seed in range(2):
+        sent, unsent = 0.7 + rng.standard_normal(200), rng.standard_normal(1_000)
+        private.keep_scores(audit, seed, sent, unsent)
     private.show()
     table = (tmp_path / private.TABLE).read_text()
     assert "- private against plain, seed by seed: last -0.0200 ± 0.0141, best +0.0000" in table
@@ -31,7 +33,7 @@ def test_table_and_picture_are_of_the_kept_results(
         "| private | 2 | 0.9300 ± 0.0141 | 0.9700 ± 0.0000 | 0.9600 ± 0.0000 | 31 | none |" in table
     )
     (row,) = (line.split(" | ") for line in table.splitlines() if line.startswith("| 2 | 400 |"))
-    assert float(row[5].partition(" ")[0]) == pytest.approx(2.94, rel=0.1)
+    assert float(row[5].partition(" ")[0]) == pytest.approx(2.94, rel=0.25)
     assert row[6:] == ["2.94", "3.19 |"]
     assert (tmp_path / private.PICTURE).stat().st_size > 1_000
 

@@ -58,7 +58,7 @@ class Devices:
         run, head = await hand.ledger.run(), await hand.ledger.head()
         assert head is not None
         if delta is None:
-            delta = self.rng.standard_normal(policy.parameters).astype(np.float32) / 4
+            delta = (self.rng.standard_normal(policy.parameters) / 4).astype(np.float32)
         values = rounded(delta, policy, self.rng)
         about: dict[str, Any] = {
             "run": run.lineage,

@@ -11,6 +11,7 @@ from fedstream.core.errors import ConfigError, SumOutOfRange
 from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.private.masks import masked, rounded, sum_of_masks
 from fedstream.private.policy import PrivacyPolicy
+from fedstream.settings.services import check_turns
 from fedstream.strategies import AfaCdSettings, Batch, FedAvgSettings, FedBuffSettings, strategy_of
 from fedstream.strategies.optimizers import Adam, Momentum, Yogi
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms, check_layout, words_of
@@ -40,7 +41,7 @@ class Run:
     def takes(self, tau: int = 0, values: np.ndarray | None = None) -> np.ndarray:
         """A device's update, as the server must not see it; ``values``: in place of drawn ones."""
         if values is None:
-            delta = self.rng.standard_normal(SIZE).astype(np.float32) / 10
+            delta = (self.rng.standard_normal(SIZE) / 10).astype(np.float32)
             values = rounded(delta, self.policy, self.rng)
         seed = os.urandom(32)
         sent = Model(self.layout)
@@ -152,3 +153,12 @@ def test_model_that_sends_more_than_parameters_is_refused(kind: str, says: str) 
 def test_model_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="for 40 parameters, the model has 41"):
         check_layout(layout_of(SIZE + 1), policy())
+
+
+def test_correlated_noise_needs_devices_that_take_turns() -> None:
+    """Else all of them sit out at some time, and no batch is filled any more."""
+    policy = policy_of(bands=4)
+    rule = PrivateSums.of(FedBuffSettings(buffer_size=3), PrivateTerms(policy=policy))
+    check_turns(rule, 12)
+    with pytest.raises(ConfigError, match=r"bands = 4, .* need 12 devices"):
+        check_turns(rule, 11)

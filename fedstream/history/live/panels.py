@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import markupsafe
 import numpy as np
@@ -12,7 +13,7 @@ from fedstream.core.messages import Event
 from fedstream.history import charts
 from fedstream.history.charts import Chart
 from fedstream.history.devices import DeviceTable, devices_of
-from fedstream.history.display import duration, failing, privacy_rows
+from fedstream.history.display import duration, failing
 from fedstream.history.live.alarms import alarms
 from fedstream.history.live.flow import flow
 from fedstream.history.live.recent import is_measurement
@@ -21,7 +22,7 @@ from fedstream.history.live.stalled import stalled
 from fedstream.history.table import RowArray, is_used_row
 from fedstream.history.ui.templating import rendered
 from fedstream.runtime.text import escaped
-from fedstream.terminal import measure, number, spaced
+from fedstream.terminal import counted, measure, number, spaced
 from fedstream.trainer.goals import best_of, goal_of, ordered
 
 SHOWN = 50  # devices in the table
@@ -76,7 +77,14 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
-    found += privacy_rows(tally.head.privacy and tally.head.privacy.about)
+    if loss := tally.head.privacy:
+        if isfinite(loss.epsilon):
+            found.append((f"epsilon at delta {loss.delta:g}", f"{loss.epsilon:.3f}"))
+        found.append(("sums opened", f"{loss.opened:,}"))
+        if loss.dropped:
+            found.append(("sums dropped", f"{loss.dropped:,}"))
+        if loss.spent:
+            found.append(("without privacy budget", counted(len(loss.spent), "device")))
     if tally.failing:
         found.append(("failing and resting", failing(tally.failing_devices)))
     return found

@@ -241,12 +241,18 @@ def test_private_runs_epsilon_is_shown_wherever_the_run_is() -> None:
     assert said in " ".join(text_of(page.page(about)).split())
     assert said in " ".join(text_of(top.frame(seen, History(), {}, {}, CREATED)).split())
     assert "epsilon 3.62" in display.figures(seen, History())
-    assert ("privacy", said) in headline_facts(snapshot(head_privacy=loss))
+    assert headline_facts(snapshot(head_privacy=loss))[-4:] == [
+        ("epsilon at delta 1e-05", "3.617"),
+        ("sums opened", "1,900"),
+        ("sums dropped", "2"),
+        ("without privacy budget", "2 devices"),
+    ]
     unnoised = replace(loss, epsilon=math.inf, spent=frozenset())
     seen = view(head=replace(view().head, privacy=unnoised))
     about = json.loads(json.dumps(status("demo", seen) | {"register": {}}, allow_nan=False))
     assert "no noise; 1,900 sums opened, 2 dropped  " in text_of(page.page(about))
     assert "epsilon" not in display.figures(seen, History())
+    assert headline_facts(snapshot(head_privacy=unnoised))[-2][0] == "sums opened"
     plain = status("demo", view()) | {"register": {}}
     assert "privacy" not in text_of(page.page(plain))
 

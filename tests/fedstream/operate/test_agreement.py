@@ -52,6 +52,11 @@ def test_run_under_the_policy_has_the_private_form_of_its_strategy(tmp_path: Pat
     assert settings.rule.terms.policy == made.policy
 
 
+def test_buckets_are_sums_of_their_part_of_the_batch(tmp_path: Path) -> None:
+    made = agree(tmp_path, read(None, [*FEDBUFF, "private.buckets=2"]), LAYOUT, 6)
+    assert (made.policy.min_batch, made.policy.max_batch) == (2, 2)
+
+
 def test_owner_signs_another_policy_by_the_same_key(tmp_path: Path) -> None:
     first = agree(tmp_path, read(None, FEDBUFF), LAYOUT, 6)
     with pytest.raises(ConfigError, match=r"policy\.json exists: name another folder"):
@@ -76,9 +81,11 @@ def test_roster_of_devices_that_exist_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
-        ([], "strategy.name = 'fedasync' makes a version of 1 update"),
+        ([], "strategy.name = 'fedasync' has sums of 1 update"),
         ([FEDBUFF[0], "strategy.buffer_size=7"], "strategy.buffer_size = 7, but 6 devices"),
         ([*FEDBUFF, "private.terms.min_batch=5"], "opens sums of 5 to 5 updates"),
+        ([*FEDBUFF, *NOISE, "private.terms.bands=2"], "so 8 devices are needed, and 6 take part"),
+        ([*FEDBUFF, "private.buckets=3"], "sums of 1 update"),
         ([*FEDBUFF, "private.terms.clip=1e9", "private.terms.word_bits=16"], None),
         ([*FEDBUFF, "private.terms.sigma=1e6", "private.terms.word_bits=16"], "private.terms: "),
         ([*FEDBUFF, "wire.update=bf16"], "wire.update = 'bf16' in a private run"),

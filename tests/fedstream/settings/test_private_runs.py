@@ -55,6 +55,10 @@ def test_afa_cd_divides_by_one_learning_rate_and_number_of_steps(private: list[s
             "journal.weights = false in a private run",
         ),
         (
+            ["journal.sync=never"],
+            "journal.sync = 'never' in a private run",
+        ),
+        (
             ["gateway.flower_app=a", "gateway.flower_keys=b"],
             "gateway.flower_app in a private run",
         ),

@@ -1,0 +1,67 @@
+"""Private runs under faults: the short form of `python -m tests.chaos.sums`, and of its checks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.private.sealing import Intent
+from tests.chaos.sums import KINDS, RULE, Played, plan, play, playing
+
+PLANS = 20
+FAULTS = 3  # of a plan
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+
+
+def test_plans_have_every_fault() -> None:
+    assert {fault for seed in range(PLANS) for fault in plan(seed, FAULTS).faults} == set(KINDS)
+
+
+@pytest.mark.parametrize("seed", range(PLANS))
+async def test_no_task_is_opened_twice_and_no_sum_is_lost(
+    redis: RedisSettings, keys: Keys, tmp_path: Path, seed: int
+) -> None:
+    outcome = await play(plan(seed, FAULTS), tmp_path, redis, keys)
+    assert not outcome.complaints, "\n".join([str(outcome.plan), *outcome.complaints])
+
+
+async def test_checks_can_fail(redis: RedisSettings, keys: Keys, tmp_path: Path) -> None:
+    """Evidence that is altered after a run without faults: each alteration has its complaint."""
+    async with playing(replace(plan(0, 0), sigma=0.0), tmp_path, redis, keys) as played:
+        await played.play()
+        for alter, says in (
+            (_overlap, "was opened in 2 sums"),
+            (_answer_otherwise, "got 2 different answers"),
+            (_value, "is not the sum of the plain updates"),
+        ):
+            before = [*played.between.exchanges]
+            alter(played)
+            found = (await played.outcome()).complaints
+            assert any(says in one for one in found), (says, found)
+            played.between.exchanges = before
+
+
+def _overlap(played: Played) -> None:
+    """The helper has also opened a batch without one of its updates."""
+    [one, *_] = [one for one in played.between.exchanges if one.intent is not None]
+    intent = Intent.decode(one.sent)
+    fewer = intent.model_copy(update={"updates": intent.updates[1:], "weights": intent.weights[1:]})
+    played.between.sent[fewer.digest] = fewer
+    played.between.exchanges.append(replace(one, sent=fewer.encode()))
+    assert len(fewer.updates) == RULE.batch - 1
+
+
+def _answer_otherwise(played: Played) -> None:
+    [one, *_] = [one for one in played.between.exchanges if one.intent is not None]
+    played.between.exchanges.append(replace(one, answer=bytes(len(one.answer))))
+
+
+def _value(played: Played) -> None:
+    first = min(played.devices.values)
+    played.devices.values[first] = played.devices.values[first] + (1 << 20)
