@@ -80,7 +80,7 @@ class PrivacyPolicy(Section):
         if largest + DEVIATIONS * self.sum_sigma >= 1 << (self.word_bits - 1):
             raise ValueError(
                 f"a sum of {self.max_batch} updates with noise may not fit {self.word_bits} bits: "
-                "lower scale_bits or max_batch"
+                "lower scale_bits, sigma or max_batch, or take more word_bits"
             )
         return self
 

@@ -11,7 +11,7 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.private.sealing import Intent
-from tests.chaos.sums import KINDS, RULE, Played, plan, play, playing
+from tests.chaos.sums import KINDS, K, Played, plan, play, playing
 
 PLANS = 20
 FAULTS = 3  # of a plan
@@ -33,7 +33,9 @@ async def test_no_task_is_opened_twice_and_no_sum_is_lost(
 
 async def test_checks_can_fail(redis: RedisSettings, keys: Keys, tmp_path: Path) -> None:
     """Evidence that is altered after a run without faults: each alteration has its complaint."""
-    async with playing(replace(plan(0, 0), sigma=0.0), tmp_path, redis, keys) as played:
+    async with playing(
+        replace(plan(0, 0), rule="fedbuff", sigma=0.0), tmp_path, redis, keys
+    ) as played:
         await played.play()
         for alter, says in (
             (_overlap, "was opened in 2 sums"),
@@ -54,7 +56,7 @@ def _overlap(played: Played) -> None:
     fewer = intent.model_copy(update={"updates": intent.updates[1:], "weights": intent.weights[1:]})
     played.between.sent[fewer.digest] = fewer
     played.between.exchanges.append(replace(one, sent=fewer.encode()))
-    assert len(fewer.updates) == RULE.batch - 1
+    assert len(fewer.updates) == K - 1
 
 
 def _answer_otherwise(played: Played) -> None:
