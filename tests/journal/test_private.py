@@ -10,6 +10,7 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Floats
+from fedstream.history.index import columns_of
 from fedstream.history.replay import rule_by
 from fedstream.journal import NotRecorded
 from fedstream.journal.replay import Replayer
@@ -43,6 +44,30 @@ def models(folder: Path, **options: Any) -> list[list[float]]:
 def begin_of(folder: Path) -> Floats:
     with Replayer(folder) as replayer:
         return next(iter(replayer)).model.floats.copy()
+
+
+def test_rounds_that_end_early_are_of_their_opened_buckets(folder: Path) -> None:
+    """At the round's end, or once its last bucket is opened or refused; by another rule too."""
+    scribe = PrivateScribe(folder, FedAvgSettings(clients_per_round=K), terms={"buckets": 3})
+    scribe.fills()
+    scribe.close_round()
+    for refused in ("", "too few"):
+        scribe.fills()
+        scribe.update()
+        scribe.update()
+        scribe.close_round()
+        if not refused:
+            scribe.segment()
+        scribe.opens(refused)
+    scribe.close()
+    assert scribe.version == 3
+    assert digests(folder) == recorded(scribe)
+    assert digests(folder, strategy=FedBuffSettings()) == recorded(scribe)
+    with Replayer(folder) as replayer:
+        made = [len(one.step.made) for one in replayer if one.step.made is not None]
+    assert made == [EACH, EACH + 2, EACH]
+    columns = columns_of(folder)
+    assert columns.count().tolist() == [0, *made]
 
 
 RULES = [
