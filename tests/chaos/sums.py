@@ -257,11 +257,19 @@ class Played:
         task = await self._opened(device)
         if malformed:
             self.malformed.add(task.task)
+        await wait_until(self._has_key, what="the helper's key in Redis")
         uploads = [
             await self.devices.trains(task, f"a{number}", malformed=malformed)
             for number in range(attempts)
         ]
         await self.hand.admit(*uploads)
+
+    async def _has_key(self) -> bool:
+        if await self.client.call("EXISTS", self.keys.sealing):
+            return True
+        await self.start_helper()
+        await self._is_led()  # an updater publishes it
+        return False
 
     async def _opened(self, device: int) -> Trigger:
         """A task that is handed out, whoever has to become the scheduler for it."""
@@ -325,13 +333,7 @@ class Played:
         await getattr(self, f"_{fault.name.lower()}")()
 
     async def _helper_killed(self) -> None:
-        await self._is_known()
         self.kill_helper()
-
-    async def _is_known(self) -> None:
-        """Devices can only seal if the helper's key is in Redis."""
-        await self.goes_on()
-        await wait_until(lambda: self.client.call("EXISTS", self.keys.sealing))
 
     async def _killed_behind_the_store(self) -> None:
         self.between.at_answer = self.kill_helper
@@ -443,6 +445,7 @@ class Played:
 
     async def _late_device(self) -> None:
         task = await self._opened(self.rng.randrange(DEVICES - 1))
+        await wait_until(self._has_key, what="the helper's key in Redis")
         self.late.append(await self.devices.trains(task))
 
     # the end
