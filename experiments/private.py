@@ -121,7 +121,7 @@ ACCURACY = {  # and the cells that they are compared with
 }
 AUDITS = {  # by sigma
     sigma: LiveCell(
-        f"audit, sigma = {sigma:g}", {**_AUDITED, "private.terms.sigma": sigma}, seeds=1
+        f"audit, sigma = {sigma:g}", {**_AUDITED, "private.terms.sigma": sigma}, seeds=3
     )
     for sigma in (0.0, 1.0, 2.0, 4.0)
 }
@@ -161,13 +161,13 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
         _call("run", *cell.words, *seeds, "--out", str(out))
         verified = _call("journal", "verify", str(out)).splitlines()[-1]
         replayed = next(x for x in _call("replay", str(out)).splitlines() if "identical" in x)
-        if cell in AUDITS.values():
-            sent, unsent = canaries.scores(canaries.released(out / "journal"), _limit(cell))
-            keep_scores(cell, seed, sent, unsent)
         summary = json.loads((out / "summary.json").read_text())
         table = list(csv.DictReader((out / "metrics.csv").read_text().splitlines()))
         measured = [float(row["accuracy"]) for row in table if row.get("accuracy")] or [0.0]
         told = json.loads(_call("privacy", "--json", str(out))) or {"devices": []}
+        if cell in AUDITS.values():
+            sent, unsent = canaries.scores(canaries.released(out / "journal"), _limit(cell))
+            keep_scores(cell, seed, sent, unsent)
     return LiveRow(
         cell=cell.name,
         seed=seed,

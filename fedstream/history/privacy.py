@@ -152,7 +152,7 @@ class PrivacyStatement:
             "",
             (
                 f"sums of {policy.min_batch} to {policy.max_batch} devices; updates clipped to a "
-                f"norm of {policy.clip:g}, with rounding {policy.norm_bound:,} units of "
+                f"norm of {policy.clip:g}, after rounding at most {policy.norm_bound:,} units of "
                 f"2^{-policy.scale_bits}"
             ),
         )

@@ -621,6 +621,11 @@ def test_privacy(reader: Open) -> None:
         [said] = [said for command, said in page.said.items() if "private.over=mean" in command]
         assert "the original: 10 of 10 versions identical" in said
         page.stop()
+        page.follow()
+        [stated] = [said for command, said in page.said.items() if "fedstream privacy" in command]
+        row = re.search(r"^epsilon .*$", stated, re.MULTILINE)
+        assert row
+        assert " ".join(row[0].split()) in shown
 
 
 def test_attest_devices(reader: Open) -> None:

@@ -50,7 +50,7 @@ PARTS = [one for one in _YAML if "kind" not in one]  # of an overlay; tests/docs
 Rendering: TypeAlias = Callable[[str], Manifests]
 AOF, DEV, SENTINEL = "overlay production-aof", "overlay dev", "overlay production-sentinel"
 SITE, GATEWAY = "production with site", "base with gateway-route"
-OPEN, HELPER = "production with private", "helper"
+PRIVATE, HELPER = "production with private", "helper"
 SETTINGS = "ConfigMap fedstream-settings"
 
 # For each check a rendering, an object (of a generated ConfigMap the name without its hash), a
@@ -91,9 +91,9 @@ BREAKS = [
         r"settings: .*helper\.store = .* is on no volume that lasts",
     ),
     (HELPER, "ConfigMap fedstream-helper-config", "8443", "8444", r"settings: .*http\.port = 8444"),
-    (OPEN, "StatefulSet updater", "login/ca.crt", "x/ca.crt", r"settings: .*private\.ca = "),
-    (OPEN, "StatefulSet updater", "https://helper", "http://helper", "settings: .*with TLS"),
-    (OPEN, "Deployment trainer", "device-keys", "x", r"settings: .*private\.keys = "),
+    (PRIVATE, "StatefulSet updater", "login/ca.crt", "x/ca.crt", r"settings: .*private\.ca = "),
+    (PRIVATE, "StatefulSet updater", "https://helper", "http://helper", "settings: .*with TLS"),
+    (PRIVATE, "Deployment trainer", "device-keys", "x", r"settings: .*private\.keys = "),
     # What the documentation says that is refused.
     (AOF, "Ingress coordinator", r', "tls": \[.*?\}\]', "", "exposure: .*is let in without TLS"),
     (
