@@ -81,6 +81,7 @@ class Fault(StrEnum):
     KILLED_WITH_ANSWER = "updater killed with the answer"
     LEADER_FORGOTTEN = "two updaters at once"
     JOURNAL_TORN = "journal's unsynced end lost"
+    POWER_LOST = "journal's unsynced end lost, and Redis emptied"
     REDIS_EMPTIED = "Redis emptied"
     REDIS_FELL_BACK = "Redis fell back"
     REDIS_CUT = "connections to Redis cut"
@@ -401,15 +402,18 @@ class Played:
         await self.start_updater()
         await self.client.call("DEL", self.keys.leader("updater"))
 
-    async def _journal_torn(self) -> None:
+    async def _journal_torn(self, *, with_redis: bool = False) -> None:
         def begin() -> None:
-            tearing = asyncio.create_task(self._tear())
+            tearing = asyncio.create_task(self._tear(with_redis))
             self.doing.add(tearing)
             tearing.add_done_callback(self.doing.discard)
 
         self.between.at_request = begin
 
-    async def _tear(self) -> None:
+    async def _power_lost(self) -> None:
+        await self._journal_torn(with_redis=True)
+
+    async def _tear(self, with_redis: bool) -> None:
         """The power fails when a sum is in the journal, before it is on disk."""
         leader = self._leader()
         if leader is None:
@@ -424,6 +428,8 @@ class Played:
             if unsynced and ending is not None:
                 self.happened["records lost with the power"] += 1
                 os.truncate(ending.path, ending.at - self.rng.randint(1, unsynced))
+            if with_redis:
+                await self.client.call("FLUSHALL")
 
     async def _redis_emptied(self) -> None:
         await self.client.call("FLUSHALL")
@@ -498,12 +504,18 @@ class Played:
         """What became of the run, once it was played."""
         view = await self.hand.ledger.look()
         published = {one.version: one.digest for one in await self.hand.published()}
+        leader = self._leader()
+        state = leader._loop.state if leader is not None else None
         await self.kill_updaters()
         entries = records(self.journal)
         found = Outcome(self.plan, [*self.failures])
         found.complaints += _complaints_of_counts(entries, view)
         found.complaints += _complaints_of_sums(entries, self)
         found.complaints += _complaints_of_models(entries, self)
+        if state is not None:  # recovered from the journal alone
+            accounts = {device: one.squares for device, one in state.progress.accounts.items()}
+            if accounts != _journalled(entries):
+                found.complaints.append(f"the updater's accounts are {accounts}")
         told = {one.version: one.digest for one in entries if one.digest}
         wrong = [n for n, digest in published.items() if n and told.get(n) != digest]
         if wrong:
@@ -568,7 +580,6 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
         count = len(between.sent[digest].updates)
         if not played.policy.min_batch <= count <= played.policy.max_batch:
             yield f"{count} updates were opened together"
-    journalled: Counter[int] = Counter()
     for held, one in batches:
         if one.masks is None:
             continue
@@ -578,8 +589,6 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
         spoilt = played.malformed & {taken.upload.task for taken in held}
         if (one.reason == OUT_OF_RANGE) != bool(spoilt):
             yield f"version {one.version}: {one.reason or 'made'}, {len(spoilt)} malformed updates"
-        for taken in held:
-            journalled[taken.upload.device] += int(taken.weight) ** 2
     known = {one.intent for _, one in batches if one.masks is not None}
     excused = {taken.upload.task for held, one in batches if one.masks is None for taken in held}
     without_sum: Counter[int] = Counter()
@@ -589,12 +598,22 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
             yield f"intent {digest} was opened, but the journal has neither its sum nor its loss"
         for update, weight in zip(intent.updates, intent.weights, strict=True):
             without_sum[update.device] += weight**2
+    journalled = _journalled(entries)
     spent = played.lost_spent + Counter(played.helper.spent())
     if spent != journalled + without_sum:
         yield (
             f"the helper counts {dict(spent)}, the journal {dict(journalled)}, and the answers "
             f"that were lost {dict(without_sum)}"
         )
+
+
+def _journalled(entries: Sequence[EntryRecord]) -> Counter[int]:
+    """The squared weights of each device in the sums that the journal has."""
+    found: Counter[int] = Counter()
+    for held, one in _batches(entries):
+        for taken in held if one.masks is not None else ():
+            found[taken.upload.device] += int(taken.weight) ** 2
+    return found
 
 
 def _opened(played: Played) -> dict[tuple[str, str], set[str]]:
