@@ -259,11 +259,14 @@ class Played:
         if malformed:
             self.malformed.add(task.task)
         await wait_until(self._has_key, what="the helper's key in Redis")
-        uploads = [
-            await self.devices.trains(task, f"a{number}", malformed=malformed)
-            for number in range(attempts)
-        ]
-        await self.hand.admit(*uploads)
+        try:
+            uploads = [
+                await self.devices.trains(task, f"a{number}", malformed=malformed)
+                for number in range(attempts)
+            ]
+            await self.hand.admit(*uploads)
+        except (FedstreamError, AssertionError):  # Redis was emptied meanwhile
+            self.happened["devices that Redis lost amid an answer"] += 1
 
     async def _has_key(self) -> bool:
         if await self.client.call("EXISTS", self.keys.sealing):
@@ -303,7 +306,7 @@ class Played:
     async def _end_round(self) -> None:
         """The round is over, with the updates that have come; they may be too few to be opened."""
         await wait_until(self._is_led)
-        version = await self.hand.version()
+        version = max(0, await self.hand.version())
         await self.hand.ledger.ask(CloseRound(version=version, tasks=(), why="its time is over"))
         await self.hand.dispatch()
 
@@ -452,7 +455,8 @@ class Played:
     async def _late_device(self) -> None:
         task = await self._opened(self.rng.randrange(DEVICES - 1))
         await wait_until(self._has_key, what="the helper's key in Redis")
-        self.late.append(await self.devices.trains(task))
+        with suppress(FedstreamError, AssertionError):  # Redis was emptied meanwhile
+            self.late.append(await self.devices.trains(task))
 
     # the end
 
@@ -685,7 +689,10 @@ async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Ou
         except Exception as error:
             said = "".join(traceback.format_exception(error))
             played.failures.append(f"not played to the end: {said}")
-        outcome = await played.outcome()
+        try:
+            outcome = await played.outcome()
+        except FedstreamError as error:
+            outcome = Outcome(plan, [*played.failures, str(error)])
     outcome.seconds = time.monotonic() - began
     return outcome
 
