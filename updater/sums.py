@@ -18,7 +18,7 @@ from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
 from fedstream.core.records import PrivacyLoss
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.private.sealing import EpochKey, Intent, SealedUpdate
+from fedstream.private.sealing import REFUSALS, EpochKey, Intent, SealedUpdate
 from fedstream.private.settings import PrivateSettings, client_context
 from fedstream.runtime.backoff import pause
 
@@ -173,11 +173,13 @@ class Sums:
                     f"the helper at {self._url} answered {len(body)} bytes, a sum has {size}"
                 )
             return Opening(intent, body)
-        if status != 409:
+        reason = about.get("reason")
+        if status != 409 or reason is None:  # such as a proxy's answer
             raise HelperUnavailable(
                 f"the helper at {self._url} answers {status}: {about.get('error', '')}"
             )
-        reason = str(about.get("reason", "refused"))
+        if reason not in REFUSALS:  # of a later release: reasons are few, in journals and metrics
+            reason = "refused"
         return Opening(intent, None, reason, _blamed(reason, about, intent))
 
     async def keep_key(self, context: Context) -> None:

@@ -7,29 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any
 
 from fedstream.core.errors import FedstreamError
 from fedstream.private.policy import KeyRoster, PrivacyPolicy
-from fedstream.private.sealing import BadSeal, EpochSecret, Intent
-
-OpenRefusal: TypeAlias = Literal[
-    "malformed",  # not an intent, or too long
-    "policy",  # another one than ours, for the intent or an update
-    "too few",  # updates: fewer than min_batch
-    "too many",  # updates: more than max_batch
-    "weights",  # not the policy's for the staleness, or too unequal
-    "mixed",  # updates of several runs or layouts
-    "twice",  # a device or a task is named twice
-    "not in roster",  # a device without a key in the data owners' roster
-    "signature",  # not the device's
-    "seal",  # a seed that was sealed for another update
-    "helper lost",  # sealed to an epoch whose key is gone, or opened with noise that is gone
-    "overlap",  # a task was opened in another batch
-    "participation",  # a device would exceed the policy's limit
-    "too soon",  # a device was in a batch whose noise is taken back now
-]
-REFUSALS: Final[tuple[OpenRefusal, ...]] = get_args(OpenRefusal)
+from fedstream.private.sealing import BadSeal, EpochSecret, Intent, OpenRefusal
 
 
 class NotOpened(FedstreamError):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from prometheus_client import Counter, Histogram
 
 from fedstream.core.errors import BadMessage, ConfigError
-from fedstream.helper.opening import REFUSALS, NotOpened, check_intent, noise_epoch, seeds_of
+from fedstream.helper.opening import NotOpened, check_intent, noise_epoch, seeds_of
 from fedstream.helper.store import HelperStore, StoreFailed
 from fedstream.private import noise
 from fedstream.private.masks import packed, sum_of_masks
@@ -33,7 +33,7 @@ from fedstream.private.policy import (
     public_key,
     read_signed,
 )
-from fedstream.private.sealing import EpochKey, EpochSecret, Intent
+from fedstream.private.sealing import REFUSALS, EpochKey, EpochSecret, Intent
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
 from fedstream.runtime.process import read_regular

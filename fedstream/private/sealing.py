@@ -14,7 +14,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgpack
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -227,6 +227,26 @@ class Intent(Message):
         updates = [[one.signed, one.signature] for one in self.updates]
         about = [self.run, self.policy, self.version, updates, self.weights]
         return hashlib.sha256(b"fedstream intent 1\0" + _packed(about)).hexdigest()
+
+
+# Why a helper refuses to open an intent.
+OpenRefusal: TypeAlias = Literal[
+    "malformed",  # not an intent, or too long
+    "policy",  # another one than ours, for the intent or an update
+    "too few",  # updates: fewer than min_batch
+    "too many",  # updates: more than max_batch
+    "weights",  # not the policy's for the staleness, or too unequal
+    "mixed",  # updates of several runs or layouts
+    "twice",  # a device or a task is named twice
+    "not in roster",  # a device without a key in the data owners' roster
+    "signature",  # not the device's
+    "seal",  # a seed that was sealed for another update
+    "helper lost",  # sealed to an epoch whose key is gone, or opened with noise that is gone
+    "overlap",  # a task was opened in another batch
+    "participation",  # a device would exceed the policy's limit
+    "too soon",  # a device was in a batch whose noise is taken back now
+]
+REFUSALS: Final[tuple[OpenRefusal, ...]] = get_args(OpenRefusal)
 
 
 def _public(raw: bytes, kem: KemName) -> Any:

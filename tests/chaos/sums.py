@@ -81,6 +81,7 @@ class Fault(StrEnum):
     KILLED_WITH_ANSWER = "updater killed with the answer"
     LEADER_FORGOTTEN = "two updaters at once"
     JOURNAL_TORN = "journal's unsynced end lost"
+    POWER_LOST = "journal's unsynced end lost, and Redis emptied"
     REDIS_EMPTIED = "Redis emptied"
     REDIS_FELL_BACK = "Redis fell back"
     REDIS_CUT = "connections to Redis cut"
@@ -257,11 +258,22 @@ class Played:
         task = await self._opened(device)
         if malformed:
             self.malformed.add(task.task)
-        uploads = [
-            await self.devices.trains(task, f"a{number}", malformed=malformed)
-            for number in range(attempts)
-        ]
-        await self.hand.admit(*uploads)
+        await wait_until(self._has_key, what="the helper's key in Redis")
+        try:
+            uploads = [
+                await self.devices.trains(task, f"a{number}", malformed=malformed)
+                for number in range(attempts)
+            ]
+            await self.hand.admit(*uploads)
+        except (FedstreamError, AssertionError):  # Redis was emptied meanwhile
+            self.happened["devices that Redis lost amid an answer"] += 1
+
+    async def _has_key(self) -> bool:
+        if await self.client.call("EXISTS", self.keys.sealing):
+            return True
+        await self.start_helper()
+        await self._is_led()  # an updater publishes it
+        return False
 
     async def _opened(self, device: int) -> Trigger:
         """A task that is handed out, whoever has to become the scheduler for it."""
@@ -294,7 +306,7 @@ class Played:
     async def _end_round(self) -> None:
         """The round is over, with the updates that have come; they may be too few to be opened."""
         await wait_until(self._is_led)
-        version = await self.hand.version()
+        version = max(0, await self.hand.version())
         await self.hand.ledger.ask(CloseRound(version=version, tasks=(), why="its time is over"))
         await self.hand.dispatch()
 
@@ -325,13 +337,7 @@ class Played:
         await getattr(self, f"_{fault.name.lower()}")()
 
     async def _helper_killed(self) -> None:
-        await self._is_known()
         self.kill_helper()
-
-    async def _is_known(self) -> None:
-        """Devices can only seal if the helper's key is in Redis."""
-        await self.goes_on()
-        await wait_until(lambda: self.client.call("EXISTS", self.keys.sealing))
 
     async def _killed_behind_the_store(self) -> None:
         self.between.at_answer = self.kill_helper
@@ -399,15 +405,18 @@ class Played:
         await self.start_updater()
         await self.client.call("DEL", self.keys.leader("updater"))
 
-    async def _journal_torn(self) -> None:
+    async def _journal_torn(self, *, with_redis: bool = False) -> None:
         def begin() -> None:
-            tearing = asyncio.create_task(self._tear())
+            tearing = asyncio.create_task(self._tear(with_redis))
             self.doing.add(tearing)
             tearing.add_done_callback(self.doing.discard)
 
         self.between.at_request = begin
 
-    async def _tear(self) -> None:
+    async def _power_lost(self) -> None:
+        await self._journal_torn(with_redis=True)
+
+    async def _tear(self, with_redis: bool) -> None:
         """The power fails when a sum is in the journal, before it is on disk."""
         leader = self._leader()
         if leader is None:
@@ -422,6 +431,8 @@ class Played:
             if unsynced and ending is not None:
                 self.happened["records lost with the power"] += 1
                 os.truncate(ending.path, ending.at - self.rng.randint(1, unsynced))
+            if with_redis:
+                await self.client.call("FLUSHALL")
 
     async def _redis_emptied(self) -> None:
         await self.client.call("FLUSHALL")
@@ -443,7 +454,9 @@ class Played:
 
     async def _late_device(self) -> None:
         task = await self._opened(self.rng.randrange(DEVICES - 1))
-        self.late.append(await self.devices.trains(task))
+        await wait_until(self._has_key, what="the helper's key in Redis")
+        with suppress(FedstreamError, AssertionError):  # Redis was emptied meanwhile
+            self.late.append(await self.devices.trains(task))
 
     # the end
 
@@ -495,12 +508,18 @@ class Played:
         """What became of the run, once it was played."""
         view = await self.hand.ledger.look()
         published = {one.version: one.digest for one in await self.hand.published()}
+        leader = self._leader()
+        state = leader._loop.state if leader is not None else None
         await self.kill_updaters()
         entries = records(self.journal)
         found = Outcome(self.plan, [*self.failures])
         found.complaints += _complaints_of_counts(entries, view)
         found.complaints += _complaints_of_sums(entries, self)
         found.complaints += _complaints_of_models(entries, self)
+        if state is not None:  # recovered from the journal alone
+            accounts = {device: one.squares for device, one in state.progress.accounts.items()}
+            if accounts != _journalled(entries):
+                found.complaints.append(f"the updater's accounts are {accounts}")
         told = {one.version: one.digest for one in entries if one.digest}
         wrong = [n for n, digest in published.items() if n and told.get(n) != digest]
         if wrong:
@@ -565,7 +584,6 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
         count = len(between.sent[digest].updates)
         if not played.policy.min_batch <= count <= played.policy.max_batch:
             yield f"{count} updates were opened together"
-    journalled: Counter[int] = Counter()
     for held, one in batches:
         if one.masks is None:
             continue
@@ -575,8 +593,6 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
         spoilt = played.malformed & {taken.upload.task for taken in held}
         if (one.reason == OUT_OF_RANGE) != bool(spoilt):
             yield f"version {one.version}: {one.reason or 'made'}, {len(spoilt)} malformed updates"
-        for taken in held:
-            journalled[taken.upload.device] += int(taken.weight) ** 2
     known = {one.intent for _, one in batches if one.masks is not None}
     excused = {taken.upload.task for held, one in batches if one.masks is None for taken in held}
     without_sum: Counter[int] = Counter()
@@ -586,12 +602,22 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
             yield f"intent {digest} was opened, but the journal has neither its sum nor its loss"
         for update, weight in zip(intent.updates, intent.weights, strict=True):
             without_sum[update.device] += weight**2
+    journalled = _journalled(entries)
     spent = played.lost_spent + Counter(played.helper.spent())
     if spent != journalled + without_sum:
         yield (
             f"the helper counts {dict(spent)}, the journal {dict(journalled)}, and the answers "
             f"that were lost {dict(without_sum)}"
         )
+
+
+def _journalled(entries: Sequence[EntryRecord]) -> Counter[int]:
+    """The squared weights of each device in the sums that the journal has."""
+    found: Counter[int] = Counter()
+    for held, one in _batches(entries):
+        for taken in held if one.masks is not None else ():
+            found[taken.upload.device] += int(taken.weight) ** 2
+    return found
 
 
 def _opened(played: Played) -> dict[tuple[str, str], set[str]]:
@@ -663,7 +689,10 @@ async def play(plan: Plan, folder: Path, redis: RedisSettings, keys: Keys) -> Ou
         except Exception as error:
             said = "".join(traceback.format_exception(error))
             played.failures.append(f"not played to the end: {said}")
-        outcome = await played.outcome()
+        try:
+            outcome = await played.outcome()
+        except FedstreamError as error:
+            outcome = Outcome(plan, [*played.failures, str(error)])
     outcome.seconds = time.monotonic() - began
     return outcome
 

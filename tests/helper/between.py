@@ -113,15 +113,15 @@ class Between:
         if trouble is Trouble.ANSWER_LATE:
             self.met.append(trouble)
             await asyncio.sleep(self._late_s)
-        answer, headers = found.answer, found.headers
+        status, answer, headers = found.status, found.answer, found.headers
         if trouble is Trouble.ANSWER_OF_ANOTHER and before is not None and before.sent != sent:
             self.met.append(trouble)
-            answer, headers = before.answer, before.headers
+            status, answer, headers = before.status, before.answer, before.headers
         if trouble is Trouble.GARBLED and found.status == 200:
             self.met.append(trouble)
             answer = answer[:-4]
         kept = {name: value for name, value in headers.items() if name not in _ON_THE_WAY}
-        return web.Response(status=found.status, body=answer, headers=kept)
+        return web.Response(status=status, body=answer, headers=kept)
 
     def _cut(self, request: web.Request, trouble: Trouble | None) -> web.StreamResponse:
         if trouble is not None:

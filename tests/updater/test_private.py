@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError
@@ -270,6 +272,36 @@ async def test_answer_to_another_intent_is_not_a_sum(
                 between.next = [Trouble.ANSWER_OF_ANOTHER, Trouble.GARBLED]
     assert between.met == [Trouble.ANSWER_OF_ANOTHER, Trouble.GARBLED]
     assert [one.reason for one in opened(folder)] == ["", ""]
+
+
+async def test_refusal_that_is_no_helpers_costs_no_batch(
+    make: Any, policy: PrivacyPolicy, hand: Hand, devices: Devices, helper: Http, folder: Path
+) -> None:
+    """A proxy's 409 is worth another try; a reason of another release is journalled as one word."""
+    asked: list[bytes] = []
+
+    async def opens(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.read())
+        if len(asked) == 1:
+            return web.Response(status=409, text="conflict")
+        return web.json_response({"reason": "no reason" * 1000}, status=409)
+
+    async def key(_request: web.Request) -> web.StreamResponse:
+        reply = await helper.get("/v1/key")
+        return web.Response(body=await reply.read())
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/open", opens), web.get("/v1/key", key)])
+    mine = PrivateSums.of(RULE, PrivateTerms(policy=policy))
+    async with TestServer(app) as proxy:
+        updater = make(mine, private=PrivateSettings(helper=str(proxy.make_url("/"))))
+        async with running(updater, context()):
+            await hand.join()
+            for device in range(K):
+                await devices.answers(device)
+            await wait_until(lambda: opened(folder))
+    assert [one.reason for one in opened(folder)] == ["refused"]
+    assert asked[0] == asked[1]
 
 
 def test_batch_that_the_helper_refuses_makes_no_device_suspect() -> None:
