@@ -191,7 +191,7 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
 def _call(*words: str) -> str:
     """Run a fedstream command; return its output. Raises CalledProcessError, TimeoutExpired."""
     done = subprocess.run(  # noqa: S603  (no words but ours)
-        [*_PROGRAM, *words], check=True, capture_output=True, text=True, timeout=_LIMIT_S
+        [*_PROGRAM, *words], check=True, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S
     )
     return done.stdout.strip()
 
