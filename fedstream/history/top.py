@@ -119,7 +119,8 @@ def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, 
     ]
     if barred := sorted(view.head.quarantines.by_device):
         rows.append(("quarantined", quarantined(barred)))
-    rows += privacy_rows(privacy.about if (privacy := view.head.privacy) else None)
+    if (loss := view.head.privacy) is not None:
+        rows += privacy_rows(loss.about)
     rows += failing_rows(view.failing_devices, trainers)
     rows += [
         (what, ", ".join(f"{why} {count}" for why, count in reasons.items()))

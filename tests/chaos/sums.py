@@ -14,17 +14,18 @@ import asyncio
 import logging
 import os
 import random
+import sqlite3
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ class Plan:
 
     seed: int
     rule: str
-    sync: str
+    sync: Literal["always", "interval"]
     sigma: float
     weights: tuple[int, ...]
     look_s: float  # between two looks of the updater at the helper's key
@@ -358,7 +359,7 @@ class Played:
         self._forget_store()
         if self.kept_store is not None:
             self.helper.store.write_bytes(self.kept_store)
-        if self.kept_store is not None and self.helper.opened() != newest:
+        if self.kept_store is not None and self._has_opened_less(newest):
             try:
                 await self.helper.start()
             except ConfigError:
@@ -368,6 +369,12 @@ class Played:
                 self.helper.kill()
         self.helper.store.unlink(missing_ok=True)
         await self.start_helper()
+
+    def _has_opened_less(self, newest: dict[tuple[str, str], str]) -> bool:
+        """Whether the store that is there is an earlier one, or was copied amid a write."""
+        with suppress(sqlite3.DatabaseError):
+            return self.helper.opened() != newest
+        return True
 
     async def _replayed(self) -> None:
         await self.goes_on()
@@ -503,7 +510,7 @@ class Played:
         found.dropped = Counter(
             one.reason for one in entries if isinstance(one, SumOpened) and one.reason
         )
-        found.counts = {"issued": view.issued, "open": len(view.open), **view.outcomes}
+        found.counts = {"issued": view.issued, "open": len(view.open)} | dict(view.outcomes)
         found.asked = sum(one.path == "/v1/open" for one in self.between.exchanges)
         return found
 
@@ -546,44 +553,37 @@ def _batches(entries: Sequence[EntryRecord]) -> Iterator[tuple[list[Taken], SumO
 
 def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Iterator[str]:
     """No task was opened twice, and both sides count the same."""
-    between, policy = played.between, played.policy
-    batches = list(_batches(entries))
-    opened_in: dict[tuple[str, str], set[str]] = {}
-    for one in between.exchanges:
-        if (intent := one.intent) is None:
-            continue
-        if not policy.min_batch <= len(intent.updates) <= policy.max_batch:
-            yield f"{len(intent.updates)} updates were opened together"
-        for update in intent.updates:
-            opened_in.setdefault((intent.run, update.task), set()).add(intent.digest)
-    for store in (*played.lost_tasks, played.helper.opened()):
-        for name, digest in store.items():
-            opened_in.setdefault(name, set()).add(digest)
-    for name, intents in opened_in.items():
+    between, batches = played.between, list(_batches(entries))
+    opened = _opened(played)
+    for name, intents in opened.items():
         if len(intents) > 1:
             yield f"task {name} was opened in {len(intents)} sums"
     answers = between.opened
     for digest, found in answers.items():
         if len(found) > 1:
             yield f"intent {digest} got {len(found)} different answers"
+        count = len(between.sent[digest].updates)
+        if not played.policy.min_batch <= count <= played.policy.max_batch:
+            yield f"{count} updates were opened together"
     journalled: Counter[int] = Counter()
-    known: set[str] = set()
     for held, one in batches:
         if one.masks is None:
             continue
-        known.add(one.intent)
         got = {Payload(np.frombuffer(m, np.uint8)).digest() for m in answers.get(one.intent, ())}
         if got != {one.masks}:
             yield f"version {one.version}: its masks are not the helper's answer to its intent"
-        for update in held:
-            journalled[update.upload.device] += int(update.weight) ** 2
-    excused = {u.upload.task for held, one in batches if one.masks is None for u in held}
+        spoilt = played.malformed & {taken.upload.task for taken in held}
+        if (one.reason == OUT_OF_RANGE) != bool(spoilt):
+            yield f"version {one.version}: {one.reason or 'made'}, {len(spoilt)} malformed updates"
+        for taken in held:
+            journalled[taken.upload.device] += int(taken.weight) ** 2
+    known = {one.intent for _, one in batches if one.masks is not None}
+    excused = {taken.upload.task for held, one in batches if one.masks is None for taken in held}
     without_sum: Counter[int] = Counter()
-    for digest in {one for intents in opened_in.values() for one in intents} - known:
-        tasks = {task for (_, task), intents in opened_in.items() if digest in intents}
-        if not tasks <= excused:
-            yield f"intent {digest} was opened, but the journal has neither its sum nor its loss"
+    for digest in {one for intents in opened.values() for one in intents} - known:
         intent = between.sent[digest]
+        if not {update.task for update in intent.updates} <= excused:
+            yield f"intent {digest} was opened, but the journal has neither its sum nor its loss"
         for update, weight in zip(intent.updates, intent.weights, strict=True):
             without_sum[update.device] += weight**2
     spent = played.lost_spent + Counter(played.helper.spent())
@@ -592,10 +592,19 @@ def _complaints_of_sums(entries: Sequence[EntryRecord], played: Played) -> Itera
             f"the helper counts {dict(spent)}, the journal {dict(journalled)}, and the answers "
             f"that were lost {dict(without_sum)}"
         )
-    for held, one in batches:
-        spoilt = played.malformed & {update.upload.task for update in held}
-        if one.masks is not None and (one.reason == OUT_OF_RANGE) != bool(spoilt):
-            yield f"version {one.version}: {one.reason or 'made'}, {len(spoilt)} malformed updates"
+
+
+def _opened(played: Played) -> dict[tuple[str, str], set[str]]:
+    """The intents in which each task was opened, by run and task: as answered, and as stored."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for exchange in played.between.exchanges:
+        if (intent := exchange.intent) is not None:
+            for update in intent.updates:
+                found.setdefault((intent.run, update.task), set()).add(intent.digest)
+    for store in (*played.lost_tasks, played.helper.opened()):
+        for name, digest in store.items():
+            found.setdefault(name, set()).add(digest)
+    return found
 
 
 def _complaints_of_models(entries: Sequence[EntryRecord], played: Played) -> Iterator[str]:

@@ -35,17 +35,25 @@ class Killable:
         self._process: Any = None
 
     async def start(self) -> str:
-        """Start the process; return the helper's URL. Raises ConfigError as the helper does."""
-        ours, theirs = _forks.Pipe()
-        self._process = _forks.Process(target=_serve, args=(theirs, self.settings), daemon=True)
-        await asyncio.to_thread(self._process.start)
-        theirs.close()
-        said = await asyncio.to_thread(ours.recv)
-        ours.close()
-        if not said.startswith("http"):
-            self._process.join()
-            raise ConfigError(said)
-        return str(said)
+        """Start the process, again if it is killed meanwhile; return the helper's URL.
+
+        Raises ConfigError as the helper does.
+        """
+        while True:
+            ours, theirs = _forks.Pipe()
+            self._process = _forks.Process(target=_serve, args=(theirs, self.settings), daemon=True)
+            await asyncio.to_thread(self._process.start)
+            theirs.close()
+            try:
+                said: str = await asyncio.to_thread(ours.recv)
+            except EOFError:
+                continue
+            finally:
+                ours.close()
+            if not said.startswith("http"):
+                self._process.join()
+                raise ConfigError(said)
+            return said
 
     def kill(self) -> None:
         """Kill the process, wherever it is."""

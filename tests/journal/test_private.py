@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def recorded(scribe: Scribe) -> dict[int, str]:
     return {version: digest for version, digest in scribe.digests.items() if version}
 
 
-def models(folder: Path, **options: object) -> list[list[float]]:
-    with Replayer(folder, **options) as replayer:  # type: ignore[arg-type]
+def models(folder: Path, **options: Any) -> list[list[float]]:
+    with Replayer(folder, **options) as replayer:
         return [one.model.floats.tolist() for one in replayer if one.step.made is not None]
 
 
@@ -120,12 +121,12 @@ def test_optimizer_goes_on_with_its_own_vectors(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("over", "middle"), [("mean", np.mean), ("median", np.median)], ids=["mean", "median"]
 )
-def test_another_rule_over_the_same_buckets(folder: Path, over: str, middle: object) -> None:
+def test_another_rule_over_the_same_buckets(folder: Path, over: str, middle: Any) -> None:
     scribe = run_in_buckets(folder)
     [made, _] = models(folder, strategy=rule_by([f"private.over={over}"]))
     sums = [sum(scribe.values[f"task-{4 * n + one}"] for one in range(EACH)) for n in range(3)]
     means = [in_model_units(np.asarray(one), EACH, POLICY) for one in sums]
-    np.testing.assert_allclose(made - begin_of(folder), middle(means, axis=0), atol=1e-6)  # type: ignore[operator]
+    np.testing.assert_allclose(made - begin_of(folder), middle(means, axis=0), atol=1e-6)
 
 
 def test_other_optimizer_takes_over_in_the_midst_of_a_version(folder: Path) -> None:

@@ -78,6 +78,7 @@ class Evidence:
     def hear(self, intent: Intent, masks: bytes) -> None:
         """Keep a request to the helper with its answer."""
         self.opened[intent.digest] = (intent, masks)
+        self.sealed |= {update.masked: update for update in intent.updates}
 
 
 def candidates(evidence: Evidence) -> Iterator[tuple[str, NDArray[Any]]]:

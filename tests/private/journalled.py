@@ -48,7 +48,11 @@ class PrivateScribe(Scribe):
     ) -> Taken:
         """A masked update arrives; ``malformed``: of other words than the device sealed."""
         values = rounded((self.rng.standard_normal(SIZE) / 8).astype(np.float32), POLICY, self.rng)
-        about = {"task": f"task-{self.records}", "attempt": "a1", "device": self.records % 10}
+        about: dict[str, Any] = {
+            "task": f"task-{self.records}",
+            "attempt": "a1",
+            "device": self.records % 10,
+        }
         about |= changes | ({} if device is None else {"device": device})
         tau = max(0, self.version - late)
         data, sealed = seal(

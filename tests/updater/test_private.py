@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,24 @@ from fedstream.history.privacy import statement
 from fedstream.journal import SumOpened, Taken, segments
 from fedstream.journal import opened as opened_journal
 from fedstream.journal.inspection import verify
-from fedstream.journal.progress import OUT_OF_RANGE, PrivacyAccount, charged
+from fedstream.journal.progress import OUT_OF_RANGE, PrivacyAccount, Progress, charged
 from fedstream.journal.replay import Replayer
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
 from fedstream.private.settings import PrivateSettings
-from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
 from fedstream.strategies.staleness import Polynomial
 from fedstream.strategies.strategy import Strategy
 from fedstream.updater.service import Updater
 from fedstream.updater.state import RunState
 from fedstream.updater.sums import Opening, Sums
+from tests.fedstream.views import update
 from tests.helper.between import Between, Trouble
 from tests.helper.served import Http, serving
 from tests.private.devices import Devices
 from tests.private.enrolled import policy_of
-from tests.support import Hand, context, counted, layout_of, running, wait_until
+from tests.support import Hand, context, counted, layout_of, model_of, running, wait_until
 from tests.updater.journalled import reasons as refused
 from tests.updater.journalled import records
 
@@ -450,3 +452,16 @@ async def test_emptied_redis_gets_the_accounts_again(
             return head is not None and head.privacy is not None and head.privacy.opened == 1
 
         await wait_until(is_told)
+
+
+def test_devices_that_began_a_version_in_buckets_are_enough_to_end_it(hand: Hand) -> None:
+    """They are spent once their bucket is opened, but count for the version that it is part of."""
+    policy = policy_of(participations=1, max_batch=K)
+    sums = Sums(policy, PrivateSettings(helper="http://helper"), hand.client, hand.keys)
+    spent = {device: PrivacyAccount(squares=1, sums=1) for device in range(K)}
+    held = tuple(update(f"task-{device}", device=device) for device in spent)
+    begun = Progress(State(0, model_of(hand.layout)), held=held, accounts=spent)
+    assert not sums.exhausted(begun, 2 * K, 2 * K)
+    over = "the privacy budget is spent: 3 devices may still take part, sums need 6"
+    assert sums.exhausted(replace(begun, held=()), 2 * K, 2 * K) == over
+    assert not sums.exhausted(replace(begun, held=()), 3 * K, 2 * K)

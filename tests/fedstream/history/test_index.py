@@ -130,7 +130,7 @@ def test_a_spoiled_index_is_made_anew(tmp_path: Path) -> None:
     whole = file.read_bytes()
     begin = whole.index(b"\n") + 1
     spoiled = [whole[:n] for n in (0, 10, begin, begin + 5, begin + 20, len(whole) // 2, -1)]
-    spoiled += [whole.replace(b"index 2", b"index 9"), b"something else"]
+    spoiled += [whole.replace(b"index 3", b"index 9"), b"something else"]
     spoiled += [whole[:begin] + bytes([255]) * 8 + whole[begin + 8 :]]
     spoiled += [whole.replace(b'"made": 7', made) for made in (b'"made":-7', b'"made": 1e9')]
     spoiled += [re.sub(rb'"parts": \[.', b'"parts": 5,', whole), whole.replace(b"mark", b"work")]

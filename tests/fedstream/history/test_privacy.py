@@ -50,13 +50,14 @@ class PrivateScribe(Scribe):
             words = words + np.arange(words.size, dtype=np.uint32) * 1_000_003
         self.seeds = []
         sent = None if refused else Payload(np.frombuffer(packed(words, self.policy), np.uint8))
-        step = open_sum(self.strategy, self.progress, sent and self._decoded(sent), refused)
+        masks = None if sent is None else self._decoded(sent)
+        step = open_sum(self.strategy, self.progress, masks, refused)
         record = SumOpened(
             intent="ab" * 32,
             updates=len(devices),
             reason=step.dropped,
             format="mask32",
-            masks=sent and sent.digest("sha256"),
+            masks=None if sent is None else sent.digest("sha256"),
             time=self._time,
             **self._made(step),
         )
