@@ -157,7 +157,8 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
     print(f"{cell.name}, seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
-        seeds = ["--set", f"run.seed={seed}", "--set", f"task.seed={seed}"]
+        seeded = ["run.seed"] if "task.name" in cell.sets else ["run.seed", "task.seed"]
+        seeds = [word for key in seeded for word in ("--set", f"{key}={seed}")]
         _call("run", *cell.words, *seeds, "--out", str(out))
         verified = _call("journal", "verify", str(out)).splitlines()[-1]
         replayed = next(x for x in _call("replay", str(out)).splitlines() if "identical" in x)
@@ -190,7 +191,7 @@ def _run(cell: LiveCell, seed: int) -> LiveRow:
 def _call(*words: str) -> str:
     """Run a fedstream command; return its output. Raises CalledProcessError, TimeoutExpired."""
     done = subprocess.run(  # noqa: S603  (no words but ours)
-        [*_PROGRAM, *words], check=True, capture_output=True, text=True, timeout=_LIMIT_S
+        [*_PROGRAM, *words], check=True, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S
     )
     return done.stdout.strip()
 
