@@ -271,8 +271,8 @@ def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
     least = most + (rule.batch // n - 1) * min(weights)  # of a sum in which one update stands out
     if rule.rounds != "always" and least < needed:
         return (
-            f"{key}, but at weights of {min(weights)} to {most} a sum may add up to {least}, and the "
-            f"policy opens none below {needed} (min_batch {policy.min_batch} times {most}): raise "
-            f"strategy.{rule.batch_key}, or lower strategy.max_staleness"
+            f"{key}, but at weights of {min(weights)} to {most} a sum may add up to {least}, and "
+            f"the policy opens none below {needed} (min_batch {policy.min_batch} times {most}): "
+            "lower strategy.max_staleness, or agree on a lower private.terms.min_batch"
         )
     return ""
