@@ -264,4 +264,15 @@ def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
             f"{key}{each}, but the privacy policy opens sums of {policy.min_batch} to "
             f"{policy.max_batch} updates"
         )
+    weights = policy.weights
+    if rule.max_staleness is not None:
+        weights = weights[: rule.max_staleness + 1]
+    needed, most = policy.min_batch * max(weights), max(weights)
+    least = most + (rule.batch // n - 1) * min(weights)  # of a sum in which one update stands out
+    if rule.rounds != "always" and least < needed:
+        return (
+            f"{key}, but at weights of {min(weights)} to {most} a sum may add up to {least}, and "
+            f"the policy opens none below {needed} (min_batch {policy.min_batch} times {most}): "
+            "lower strategy.max_staleness, or agree on a lower private.terms.min_batch"
+        )
     return ""

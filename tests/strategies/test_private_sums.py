@@ -88,18 +88,29 @@ def test_version_is_that_of_the_plain_rule(rule: Strategy) -> None:
 
 
 def test_staler_updates_weigh_as_the_policy_says() -> None:
-    run = Run(FedBuffSettings(buffer_size=2), PrivateTerms(policy=policy(weights=(4, 3, 1))))
+    run = Run(FedBuffSettings(buffer_size=K), PrivateTerms(policy=policy(weights=(4, 3, 2))))
     for _ in range(2):
-        for _ in range(2):
+        for _ in range(K):
             run.takes(tau=run.state.version)
         run.opens()
     before = run.state.model.floats.copy()
     fresh, stale = run.takes(tau=2), run.takes(tau=0)
+    fresh += run.takes(tau=2)
+    stale += run.takes(tau=0)
     run.opens()
-    wanted = (4 * fresh + 1 * stale) / (4 * 2)
+    wanted = (4 * fresh + 2 * stale) / (4 * K)
     np.testing.assert_allclose(run.state.model.floats - before, wanted, atol=1e-6)
     update = Update(Model(run.layout), 0, 0, samples=0, steps=0, lr=LR)
     assert run.rule.receive(run.state, update, Model(run.layout))[1].outcome == "dropped"
+
+
+def test_run_whose_sums_the_helper_might_refuse_for_their_weights_does_not_start() -> None:
+    """One fresh update among stale ones would stand out, and the batch be lost each time."""
+    terms = PrivateTerms(policy=policy(weights=(4, 3, 1)))
+    with pytest.raises(ConfigError, match="a sum may add up to 7, and the policy opens none below"):
+        PrivateSums.of(FedBuffSettings(buffer_size=K), terms)
+    PrivateSums.of(FedBuffSettings(buffer_size=K, max_staleness=1), terms)
+    PrivateSums.of(FedAvgSettings(clients_per_round=K), terms)
 
 
 def test_closed_round_is_divided_by_the_same_constant() -> None:

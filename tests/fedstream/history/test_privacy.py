@@ -134,13 +134,13 @@ def test_dropped_batch_counts_if_it_was_opened(tmp_path: Path) -> None:
 
 def test_staler_updates_cost_less(tmp_path: Path) -> None:
     """By the squares of the policy's weights, and a device is refused at the largest one."""
-    scribe = PrivateScribe(tmp_path / "journal", weights=(3, 1), participations=1, min_batch=2)
+    scribe = PrivateScribe(tmp_path / "journal", weights=(2, 1), participations=1, min_batch=2)
     scribe.batch(7, 8, 9)
     scribe.batch(0, 1, 2, late=1)
     scribe.close()
     by_device = {one.device: one for one in of(tmp_path).by_device}
-    assert [(one.squares, one.left) for one in (by_device[7], by_device[0])] == [(9, 0), (1, 0)]
-    assert by_device[7].rho == pytest.approx(9 * by_device[0].rho)
+    assert [(one.squares, one.left) for one in (by_device[7], by_device[0])] == [(4, 0), (1, 0)]
+    assert by_device[7].rho == pytest.approx(4 * by_device[0].rho)
 
 
 def test_older_segments_may_be_gone(tmp_path: Path, command: Command) -> None:
