@@ -36,6 +36,11 @@ def configured(settings: Settings, out: Path, *, resume: bool) -> Settings:
     if resume:
         from fedstream.operate.agreement import Agreement
 
+        if not (out / PRIVATE).is_dir():
+            raise ConfigError(
+                f"--private: the run in {out} is not private, and --resume continues it as it is: "
+                "leave --private out, or begin a run in another folder (--out)"
+            )
         agreed = Agreement.read((out / PRIVATE).absolute())
         return settings.model_copy(update={"private": agreed.of_run(settings.private)})
     if settings.private.policy is not None:
