@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from fedstream.core.errors import ConfigError
 from fedstream.local.supervisor import Program
+from fedstream.private import importing
 from fedstream.strategies import FedBuffSettings
 
 if TYPE_CHECKING:
@@ -130,9 +131,5 @@ def facts(settings: Settings) -> Mapping[str, Any] | None:
 
 
 def _check_installed() -> None:
-    try:
+    with importing("--private"):
         import fedstream.private.sealing  # noqa: F401
-    except ImportError as error:  # or a release of it without HPKE
-        raise ConfigError(
-            "--private needs the package cryptography: pip install 'fedstream[private]'"
-        ) from error

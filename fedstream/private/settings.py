@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.words import WordBits
-from fedstream.private import KemName
+from fedstream.private import KemName, importing
 from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.process import read_regular
 
@@ -86,7 +86,8 @@ class PrivateSettings(Buckets):
         """Read the policy and check its signature; None: not private. Raises ConfigError."""
         if self.policy is None or self.owner is None:
             return None
-        from fedstream.private.policy import public_key, read_signed
+        with importing("private.policy"):
+            from fedstream.private.policy import public_key, read_signed
 
         at = f"private.policy = {self.policy!r}"
         try:
