@@ -47,7 +47,10 @@ def refusal(settings: Settings) -> str:
         )
     if settings.strategy.by_steps and (why := _unequal_steps(settings)):
         name = settings.strategy.name
-        return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
+        return (
+            f"strategy.name = {name!r} in a private run (private.policy) divides each sum by one "
+            f"gamma H, and {why}"
+        )
     return ""
 
 

@@ -78,7 +78,7 @@ def test_settings_that_a_sum_cannot_serve_are_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         read(None, [*private, *sets])
     assert why in str(caught.value)
-    assert "private" in str(caught.value)
+    assert "in a private run (private.policy)" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert isinstance(read(None, sets if AFA_CD[0] in sets else [*private[2:], *sets]), Settings)
 
