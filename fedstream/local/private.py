@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from fedstream.core.errors import ConfigError
 from fedstream.local.supervisor import Program
 from fedstream.private import importing
+from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedBuffSettings
 
 if TYPE_CHECKING:
@@ -52,6 +53,17 @@ def configured(settings: Settings, out: Path, *, resume: bool) -> Settings:
     if "strategy" not in settings.model_fields_set:
         settings = settings.model_copy(update={"strategy": FedBuffSettings()})
     return settings
+
+
+def check_used(settings: Settings) -> None:
+    """Raise ConfigError for keys that only private runs have, if the run is not private."""
+    mine, usual = settings.private, PrivateSettings()
+    for key in ("buckets", "terms"):
+        if mine.policy is None and getattr(mine, key) != getattr(usual, key):
+            raise ConfigError(
+                f"private.{key} is set, but the run is not private: add --private, name a policy "
+                "(private.policy), or leave the key out"
+            )
 
 
 def check(settings: Settings, layout: Layout, devices: int) -> None:
