@@ -39,6 +39,7 @@ from fedstream.core.messages import (
     task_id,
 )
 from fedstream.core.records import Run
+from fedstream.private import importing
 from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.service import Context, Worker, repeat
@@ -295,12 +296,8 @@ class Trainer:
         """The sealer of a private run; None: the run is not private. Raises ConfigError."""
         if not run.policy and self._private.policy is None:
             return None
-        try:
+        with importing("a private run"):
             from fedstream.trainer.sealing import sealer_of
-        except ImportError as error:  # or a release of it without HPKE
-            raise ConfigError(
-                "a private run needs the package cryptography: pip install 'fedstream[private]'"
-            ) from error
         if not self._wire.is_plain:
             raise ConfigError(
                 f"wire.update = {self._wire.name!r} in a private run: masked updates have a format "

@@ -18,7 +18,14 @@ from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
 from fedstream.core.records import PrivacyLoss
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.private.sealing import REFUSALS, EpochKey, Intent, SealedUpdate
+from fedstream.private.sealing import (
+    EPOCHS_HEADER,
+    INTENT_HEADER,
+    REFUSALS,
+    EpochKey,
+    Intent,
+    SealedUpdate,
+)
 from fedstream.private.settings import PrivateSettings, client_context
 from fedstream.runtime.backoff import pause
 
@@ -35,8 +42,6 @@ if TYPE_CHECKING:
 _LOOK_S = 5.0  # between two requests for the helper's key
 _EXPIRE_MS = 600_000  # of the key in Redis, which the updater renews
 _SUSPECT: Final = 3  # dropped batches in a row after which a device is quarantined
-EPOCHS: Final = "Fedstream-Epochs"  # header of the helper's key: the epochs that it can still open
-INTENT: Final = "Fedstream-Intent"  # header of a sum of masks: its intent's digest
 # Refusals that blame the device that the helper names, or the device of the task that it names.
 _BLAMED: Final = frozenset({"signature", "seal", "not in roster", "participation"})
 
@@ -162,10 +167,11 @@ class Sums:
         )
         status, body, about, headers = await self._ask("POST", "/v1/open", intent.encode())
         if status == 200:
-            if headers.get(INTENT) != intent.digest:  # a proxy mixed answers up
+            found = headers.get(INTENT_HEADER)
+            if found != intent.digest:  # a proxy mixed answers up
                 raise HelperUnavailable(
-                    f"the helper at {self._url} answered for intent {headers.get(INTENT)}, asked "
-                    f"was {intent.digest}"
+                    f"the helper at {self._url} answered for intent {found}, asked was "
+                    f"{intent.digest}"
                 )
             size = self._policy.word_bits // 8 * self._policy.parameters
             if len(body) != size:
@@ -211,8 +217,8 @@ class Sums:
                 f"private.helper = {self._url!r} keeps to the policy {key.policy}, ours is "
                 f"{self._policy.digest}: both must have the same file"
             )
-        if EPOCHS in headers:
-            self._epochs = frozenset(headers[EPOCHS].split(","))
+        if EPOCHS_HEADER in headers:
+            self._epochs = frozenset(headers[EPOCHS_HEADER].split(","))
         await self._client.call("SET", self._keys.sealing, body, "PX", _EXPIRE_MS)
 
     async def _ask(

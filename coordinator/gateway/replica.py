@@ -10,6 +10,7 @@ from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.core.errors import ConfigError, NoRun
 from fedstream.core.formats import F32, Format
 from fedstream.core.records import Head
+from fedstream.private import importing
 from fedstream.protocol.messages import OfferedPrivacy
 
 if TYPE_CHECKING:
@@ -226,7 +227,8 @@ class RunCache:
 
 def _masked_format(run: Run, name: str) -> Format:
     """The format of a private run's updates. Raises ConfigError."""
-    from fedstream.private.policy import PrivacyPolicy
+    with importing("a private run"):
+        from fedstream.private.policy import PrivacyPolicy
 
     policy = PrivacyPolicy.parsed(run.policy.encode(), f"the policy of run {name!r}")
     return Format("mask", word_bits=policy.word_bits)

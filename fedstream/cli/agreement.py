@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedstream import private
 from fedstream.cli.options import (
     Config,
     DataRoot,
@@ -19,7 +20,6 @@ from fedstream.cli.options import (
     settings_of,
     task_options,
 )
-from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
 from fedstream.terminal import line
 
@@ -55,13 +55,9 @@ def agree(
         from fedstream.settings.services import devices_of, task_of
         from fedstream.trainer.task import untrained
         from fedstream.trainer.vector import layout_of
-    try:
+    with private.importing("`fedstream agree`"):
         from fedstream.operate.agreement import KEYS, Agreement, in_words
         from fedstream.operate.agreement import agree as agreed_in
-    except ImportError as error:  # or a release of it without HPKE
-        raise ConfigError(
-            "`fedstream agree` needs the package cryptography: pip install 'fedstream[private]'"
-        ) from error
 
     named = task_options(task, flower, model)
     settings = settings_of(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedstream import private
 from fedstream.cli.options import Config, DataRoot, Sets, TaskName, settings_of
 from fedstream.core.errors import ConfigError
 from fedstream.runtime import process
@@ -139,12 +140,8 @@ def _policy_of(file: Path | None, owner: str | None) -> PrivacyPolicy | None:
         return None
     if file is None or owner is None:
         raise ConfigError("--policy and --policy-owner go together: give both or none")
-    try:
+    with private.importing("--policy"):
         from fedstream.device.privacy import policy_in
-    except ImportError as error:  # or a release of it without HPKE
-        raise ConfigError(
-            "--policy needs the package cryptography: pip install 'fedstream[private]'"
-        ) from error
     return policy_in(file, owner)
 
 

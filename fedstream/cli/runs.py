@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from fedstream import private
 from fedstream.cli.options import (
     TRACKERS,
     AsJson,
@@ -126,13 +127,13 @@ def privacy(
         from fedstream.journal import opened
 
     with opened(folder) as chain:
-        if "private" not in chain[-1].head.strategy:
+        if not chain[-1].head.masked:
             if as_json:
                 verbatim(report.as_json(None) + "\n")
             else:
                 line(f"{folder}: not a private run: the server saw every single update")
             return
-        with process.importing():
+        with process.importing(), private.importing("`fedstream privacy`"):
             from fedstream.history.privacy import statement
 
         found = statement(chain, delta)

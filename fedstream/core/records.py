@@ -28,6 +28,9 @@ from fedstream.core.messages import (
 RunStatus = Literal["running", "finished"]
 
 _KEYS = b"2"  # version of the keys' names and contents; 1: release 0.1
+# That of a private run: without it, trainers and gateways of releases that know no privacy would
+# join, and write updates into Redis that are not masked.
+_PRIVATE_KEYS = b"3"
 
 
 def flattened(values: Mapping[str, object]) -> list[str | bytes]:
@@ -92,7 +95,7 @@ class Run:
             {name: value for name, value in self.__dict__.items() if name != "layout"}
             | {
                 "goal": msgpack.packb(self.goal),
-                "keys": _KEYS,
+                "keys": _PRIVATE_KEYS if self.policy else _KEYS,
                 "layout": self.layout.signature,
                 "size": self.layout.nbytes,
                 "tensors": self.layout.encode(),
@@ -103,7 +106,7 @@ class Run:
     @lru_cache(16)  # part of every view, but changes only when the run ends
     def parsed(cls, flat: tuple[bytes, ...]) -> Run:
         record = mapping(flat)
-        if (keys := record.get("keys", b"1")) != _KEYS:
+        if (keys := record.get("keys", b"1")) not in (_KEYS, _PRIVATE_KEYS):
             raise BrokerError(
                 f"the run in Redis was made by another release of fedstream (its keys are of kind "
                 f"{keys.decode()}, ours of {_KEYS.decode()}): finish it with that release, or use "

@@ -23,6 +23,7 @@ from fedstream.core.records import Run, Tally
 from fedstream.doctor import certificates, gateway, rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.operate.presence import elsewhere, in_words, serving
+from fedstream.private import NotInstalled, importing
 from fedstream.settings.services import DEVICES
 from fedstream.terminal import cell, console
 
@@ -89,10 +90,10 @@ async def _private(
     settings: Settings, layout: Layout | None, role: str | None, now: float
 ) -> list[Finding]:
     try:
-        from fedstream.doctor import private
-    except ImportError as error:  # or a release of it without HPKE
-        needs = f"needs the package cryptography: pip install 'fedstream[private]' ({error})"
-        return [not_checked("privacy policy", needs)]
+        with importing("private.policy"):
+            from fedstream.doctor import private
+    except NotInstalled as error:
+        return [not_checked("privacy policy", str(error))]
     return await private.findings(settings, layout, role, now)
 
 

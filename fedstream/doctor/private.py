@@ -109,15 +109,15 @@ async def _helper(private: PrivateSettings, policy: PrivacyPolicy, now: float) -
     """Fetch the helper's key, and ask for no sum, to see whether the helper would answer."""
     if private.helper is None:
         return problem(_HELPER, "private.helper is not set", "set it to the helper's URL")
-    sent = {}
+    url, sent = private.helper.rstrip("/"), {}
     if private.token is not None:
         sent["Authorization"] = f"Bearer {private.token.get_secret_value()}"
     try:
         tls, limit = client_context(private), aiohttp.ClientTimeout(total=_WITHIN_S)
-        async with aiohttp.ClientSession(private.helper, timeout=limit) as session:
-            async with session.get("/v1/key", ssl=tls) as reply:
+        async with aiohttp.ClientSession(timeout=limit) as session:
+            async with session.get(f"{url}/v1/key", ssl=tls) as reply:
                 status, body = reply.status, await reply.read()
-            async with session.post("/v1/open", data=b"", headers=sent, ssl=tls) as reply:
+            async with session.post(f"{url}/v1/open", data=b"", headers=sent, ssl=tls) as reply:
                 opens = reply.status
     except ConfigError as error:
         return problem(_HELPER, str(error))

@@ -33,7 +33,14 @@ from fedstream.private.policy import (
     public_key,
     read_signed,
 )
-from fedstream.private.sealing import REFUSALS, EpochKey, EpochSecret, Intent
+from fedstream.private.sealing import (
+    EPOCHS_HEADER,
+    INTENT_HEADER,
+    REFUSALS,
+    EpochKey,
+    EpochSecret,
+    Intent,
+)
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.http import HttpSettings, problem, tokens_in
 from fedstream.runtime.process import read_regular
@@ -47,8 +54,6 @@ _LOOK_S = 5.0  # between two checks of the epoch's age
 _UPDATE_BYTES = 4096  # of a sealed update in an intent, at most
 _SLOW_S = 600.0  # longest opening; epochs are rotated between two of them
 _AT_ONCE = 4  # intents in memory; more are answered 503
-INTENT_HEADER = "Fedstream-Intent"  # of an answer: the intent's digest
-EPOCHS_HEADER = "Fedstream-Epochs"  # of the key: the epochs that can be opened, oldest first
 BYTES = "application/octet-stream"
 
 

@@ -40,6 +40,7 @@ from fedstream.journal.records import (
 )
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
 from fedstream.journal.updates import update_of
+from fedstream.private import NotInstalled
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 from fedstream.strategies import (
     DeviceVectors,
@@ -338,7 +339,7 @@ def rule_of(segment: Segment) -> Strategy:
             f"{segment.path}: {error}: give --trust-recorded-code if you trust this recording"
         ) from error
     except ConfigError as error:
-        if any(map(runs_program, names_in(head.strategy))):
+        if isinstance(error, NotInstalled) or any(map(runs_program, names_in(head.strategy))):
             raise ConfigError(f"{segment.path}: {error}") from error
         raise JournalDamaged(f"{segment.path}: {error}") from error
     if head.sources and not allowed().changed:

@@ -17,6 +17,8 @@ from pydantic import SecretStr
 
 from fedstream.core.errors import ConfigError
 from fedstream.local.supervisor import Program
+from fedstream.private import importing
+from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedBuffSettings
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ def configured(settings: Settings, out: Path, *, resume: bool) -> Settings:
     if resume:
         from fedstream.operate.agreement import Agreement
 
+        if not (out / PRIVATE).is_dir():
+            raise ConfigError(
+                f"--private: the run in {out} is not private, and --resume continues it as it is: "
+                "leave --private out, or begin a run in another folder (--out)"
+            )
         agreed = Agreement.read((out / PRIVATE).absolute())
         return settings.model_copy(update={"private": agreed.of_run(settings.private)})
     if settings.private.policy is not None:
@@ -46,6 +53,17 @@ def configured(settings: Settings, out: Path, *, resume: bool) -> Settings:
     if "strategy" not in settings.model_fields_set:
         settings = settings.model_copy(update={"strategy": FedBuffSettings()})
     return settings
+
+
+def check_used(settings: Settings) -> None:
+    """Raise ConfigError for keys that only private runs have, if the run is not private."""
+    mine, usual = settings.private, PrivateSettings()
+    for key in ("buckets", "terms"):
+        if mine.policy is None and getattr(mine, key) != getattr(usual, key):
+            raise ConfigError(
+                f"private.{key} is set, but the run is not private: add --private, name a policy "
+                "(private.policy), or leave the key out"
+            )
 
 
 def check(settings: Settings, layout: Layout, devices: int) -> None:
@@ -125,9 +143,5 @@ def facts(settings: Settings) -> Mapping[str, Any] | None:
 
 
 def _check_installed() -> None:
-    try:
+    with importing("--private"):
         import fedstream.private.sealing  # noqa: F401
-    except ImportError as error:  # or a release of it without HPKE
-        raise ConfigError(
-            "--private needs the package cryptography: pip install 'fedstream[private]'"
-        ) from error

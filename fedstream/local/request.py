@@ -188,6 +188,8 @@ class RunRequest:
         settings = self.settings.with_absolute_paths()
         if self.has_helper:
             settings = private.configured(settings, self.out, resume=self.resume)
+        else:
+            private.check_used(settings)
         folder = {"dir": str(self.out.absolute() / FOLDER)}
         journal = settings.journal.model_copy(update=folder)
         sinks = tuple(sink.placed(self.out.absolute()) for sink in settings.sinks)

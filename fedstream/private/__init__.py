@@ -10,6 +10,25 @@ from ``cryptography``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
+from fedstream.core.errors import ConfigError
+
 KemName = Literal["x25519", "mlkem768-x25519"]  # how seeds are sealed to the helper
+
+
+class NotInstalled(ConfigError):
+    """The extra ``private`` is not installed."""
+
+
+@contextmanager
+def importing(by: str) -> Iterator[None]:
+    """For imports of what needs the extra. Raises NotInstalled, which says that ``by`` needs it."""
+    try:
+        yield
+    except ImportError as error:  # also of a release of cryptography without HPKE
+        raise NotInstalled(
+            f"{by} needs the package cryptography: pip install 'fedstream[private]'"
+        ) from error

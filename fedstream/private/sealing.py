@@ -47,6 +47,9 @@ SUITES: Final = {
     "mlkem768-x25519": Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_128_GCM),
 }
 _X25519_BYTES = 32
+# Headers of a helper's answers.
+INTENT_HEADER: Final = "Fedstream-Intent"  # of a sum of masks: its intent's digest
+EPOCHS_HEADER: Final = "Fedstream-Epochs"  # of the key: epochs that can be opened, oldest first
 Signature64 = Annotated[bytes, Field(min_length=64, max_length=64)]
 
 

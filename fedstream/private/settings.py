@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -10,7 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.words import WordBits
-from fedstream.private import KemName
+from fedstream.private import KemName, importing
 from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.process import read_regular
 
@@ -72,6 +73,11 @@ class PrivateSettings(Buckets):
     def _agree(self) -> Self:
         if (self.policy is None) != (self.owner is None):
             raise ValueError("private.policy and private.owner go together: set both or none")
+        if self.helper is not None and not re.match(r"https?://[^/\s]", self.helper):
+            raise ValueError(
+                f"private.helper = {self.helper!r} is not a URL: expected one such as "
+                "https://helper.example.org:8443"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("private.tls_cert and private.tls_key go together: set both or none")
         return self
@@ -80,7 +86,8 @@ class PrivateSettings(Buckets):
         """Read the policy and check its signature; None: not private. Raises ConfigError."""
         if self.policy is None or self.owner is None:
             return None
-        from fedstream.private.policy import public_key, read_signed
+        with importing("private.policy"):
+            from fedstream.private.policy import public_key, read_signed
 
         at = f"private.policy = {self.policy!r}"
         try:

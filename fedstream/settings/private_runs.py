@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedstream.core.errors import ConfigError
 from fedstream.runtime.task_settings import FixedSteps
 from fedstream.trainer.schedules import ConstantRate
 from fedstream.trainer.solvers import Solvers
@@ -48,7 +47,10 @@ def refusal(settings: Settings) -> str:
         )
     if settings.strategy.by_steps and (why := _unequal_steps(settings)):
         name = settings.strategy.name
-        return f"strategy.name = {name!r} divides a private run's sums by one gamma H, and {why}"
+        return (
+            f"strategy.name = {name!r} in a private run (private.policy) divides each sum by one "
+            f"gamma H, and {why}"
+        )
     return ""
 
 
@@ -73,12 +75,7 @@ def _unequal_steps(settings: Settings) -> str:
 
 def private_rule(settings: Settings, rule: Strategy) -> Strategy:
     """``rule``, or its private form if the settings name a policy. Raises ConfigError."""
-    try:
-        policy = settings.private.read()
-    except ImportError as error:  # or a release of it without HPKE
-        raise ConfigError(
-            "private.policy needs the package cryptography: pip install 'fedstream[private]'"
-        ) from error
+    policy = settings.private.read()
     return rule if policy is None else private_form(settings, rule, policy)
 
 

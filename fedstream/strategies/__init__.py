@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
+from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
@@ -79,7 +80,8 @@ def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
     try:
         settings = _RULES.validate_python(plain, context=RECORDED)
         if terms is not None:
-            from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+            with importing("a private run"):
+                from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
 
             settings = PrivateSums.of(settings, PrivateTerms.model_validate(terms, strict=False))
     except ValidationError as error:

@@ -7,6 +7,7 @@ are missing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from fedstream.core.messages import (
     Withdraw,
     decode,
 )
+from fedstream.core.records import Run
 from tests.releases import earlier, later
 from tests.support import Hand
 
@@ -395,6 +397,16 @@ async def test_previous_releases_run_is_refused_in_one_line(
             await read()
         assert not raised.value.retriable
         assert "\n" not in str(raised.value)
+
+
+def test_earlier_releases_join_no_private_run(hand: Hand) -> None:
+    """Their trainers and gateways would take its tasks, and send updates that are not masked."""
+    plain, private = hand.run(), replace(hand.run(), policy="{}")
+    for run, keys in ((plain, b"2"), (private, b"3")):
+        record = run.record()
+        assert record[record.index("keys") + 1] == keys, "earlier releases accept 2 alone"
+        sent = tuple(one if isinstance(one, bytes) else one.encode() for one in record)
+        assert Run.parsed(sent) == run
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,14 @@ def test_another_rule_makes_the_versions_that_it_would_have_made(
         made = [private_run(tmp_path / "was", RULES[0]), private_run(tmp_path / "would", rule)]
     assert digests(made[0].folder, strategy=rule) == recorded(made[1])
     assert digests(made[0].folder, strategy=rule, beside=True) == recorded(made[1])
+
+
+def test_reading_needs_the_extra_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal is not damaged."""
+    private_run(folder)
+    monkeypatch.setitem(sys.modules, "fedstream.strategies.private_sums", None)
+    with pytest.raises(ConfigError, match=r"a private run needs .*'fedstream\[private\]'$"):
+        digests(folder)
 
 
 def test_another_learning_rate_scales_the_steps(folder: Path) -> None:

@@ -65,8 +65,17 @@ def test_resumed_run_keeps_policy_and_store_also_in_a_moved_folder(tmp_path: Pat
 
 
 def test_run_that_was_not_private_cannot_become_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"owner\.pem: No such file"):
+    with pytest.raises(ConfigError, match=r"^--private: the run in .* is not private"):
         asked(tmp_path, private=True, resume=True).resolved()
+
+
+@pytest.mark.parametrize("key", ["terms.sigma", "buckets"])
+def test_terms_of_a_run_that_is_not_private_are_refused(key: str, tmp_path: Path) -> None:
+    """Whoever asks for noise must not get a run without."""
+    wanted = f"private.{key}=3"
+    with pytest.raises(ConfigError, match=r"^private\.\w+ is set, but the run is not private"):
+        asked(tmp_path, wanted).resolved()
+    asked(tmp_path, wanted, private=True).resolved()
 
 
 def test_policy_is_either_made_or_named(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_settings_that_a_sum_cannot_serve_are_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         read(None, [*private, *sets])
     assert why in str(caught.value)
-    assert "private" in str(caught.value)
+    assert "in a private run (private.policy)" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert isinstance(read(None, sets if AFA_CD[0] in sets else [*private[2:], *sets]), Settings)
 
@@ -103,3 +103,10 @@ def test_policy_that_another_owner_signed_is_refused(private: list[str]) -> None
     settings = read(None, [private[0], f"private.owner={'1' * 64}", *private[2:]])
     with pytest.raises(ConfigError, match="not signed by the helper's owner"):
         _ = settings.rule
+
+
+@pytest.mark.parametrize("url", ["helper:8444", "ftp://helper", "http://"])
+def test_helpers_address_that_is_no_url_is_refused_at_the_start(url: str) -> None:
+    """The updater would wait for an answer for ever."""
+    with pytest.raises(ConfigError, match=r"private\.helper"):
+        read(None, [f"private.helper={url}"])
