@@ -7,6 +7,7 @@ synced before the helper is asked, and whichever updater asks again asks for the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -128,7 +129,7 @@ class Sums:
             loss = PrivacyLoss(
                 progress.sums,
                 progress.dropped,
-                epsilon(self._policy, squares, sums, delta),
+                epsilon(self._policy, squares, sums, delta) if self._policy.sigma else math.inf,
                 delta,
                 self._spent(progress),
                 frozenset(chain.from_iterable(progress.recent)),

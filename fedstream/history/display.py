@@ -78,6 +78,8 @@ def _idle_why(view: Tally) -> str:
     """A likely reason why no version is made; '' if none is known."""
     if not view.trainers:
         return "no trainer is there"
+    if view.head.privacy is not None:
+        return "if the updater can't reach the helper, its log says so"
     if not view.tasks and not view.triggers and not view.backlog:
         return "no task begins: see scheduler.policy, and the scheduler's log"
     return ""

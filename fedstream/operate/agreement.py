@@ -159,7 +159,7 @@ def in_words(policy: PrivacyPolicy, delta: float) -> str:
     said = f"epsilon {most:.4g}" if math.isfinite(most) else "epsilon without a bound"
     return (
         f"{sums}; sigma {policy.sigma:g}: {said} at delta {delta:g} for a device in "
-        f"{policy.participations:,} sums, the most allowed"
+        f"{policy.participations:,} sums, the most allowed (private.terms.participations)"
     )
 
 

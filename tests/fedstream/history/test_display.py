@@ -91,6 +91,10 @@ def test_a_stalled_run_says_why_if_that_can_be_seen(history: History) -> None:
     assert display.pace(view(open=(trigger("t"),)), history, now) == stalled
     assert display.pace(view(triggers=1), history, now) == stalled
     assert display.pace(view(trainers=0), history, now) == f"{stalled} (no trainer is there)"
+    loss = PrivacyLoss(opened=0, dropped=0, epsilon=math.inf, delta=1e-5)
+    private = view(head=replace(view().head, privacy=loss))
+    asked = "if the updater can't reach the helper, its log says so"
+    assert display.pace(private, history, now) == f"{stalled} ({asked})"
 
 
 def test_result_is_shown_at_the_end(history: History, capsys: pytest.CaptureFixture[str]) -> None:
