@@ -121,7 +121,7 @@ def plan(seed: int, of: int = FAULTS) -> Plan:
         rule=rng.choice(("fedbuff", "fedbuff", "fedavg")),
         sync=rng.choice(("always", "interval")),
         sigma=rng.choice((0.0, 0.0, 0.5)),
-        weights=rng.choice(((1,) * 20, (1,) * 20, (2, *(1,) * 19))),
+        weights=rng.choice(((1,) * 20, (1,) * 20, (3, *(2,) * 19))),
         look_s=rng.choice((0.05, 1.0)),
         faults=tuple(faults),
     )
