@@ -248,8 +248,8 @@ MUTANTS = (
     Mutant(
         "an update says another base",
         "trainer/attempt.py",
-        "tau=start.version,",
-        "tau=max(0, start.version - 1),",
+        "trainer=self._shared.name,\n            tau=start.version,",
+        "trainer=self._shared.name,\n            tau=max(0, start.version - 1),",
         (Kind.KILL,),
     ),
     Mutant(
