@@ -199,19 +199,24 @@ class Updater:
             sums=self._sums,
         )
 
-        async def work() -> None:
+        async def process() -> None:
             with closing(index):
-                async with asyncio.TaskGroup() as group:
-                    keeping: asyncio.Task[None] | None = None
-                    if self._sums is not None:
-                        keeping = group.create_task(self._sums.keep_key(context))
-                    try:
-                        for step in (loop.begin, loop.step):
-                            await repeat(context, "queue", step, within_s=120.0)
-                    finally:
-                        if keeping is not None:
-                            keeping.cancel()
-                        await recorder.close()
+                try:
+                    for step in (loop.begin, loop.step):
+                        await repeat(context, "queue", step, within_s=120.0)
+                finally:
+                    await recorder.close()
+
+        async def work() -> None:
+            if self._sums is None:
+                await process()
+                return
+            async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(self._sums.keep_key(context))
+                try:
+                    await process()
+                finally:
+                    keeping.cancel()
 
         try:
             with allowing(changed=self._journal.changed_rules):

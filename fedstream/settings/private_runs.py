@@ -81,11 +81,13 @@ def private_rule(settings: Settings, rule: Strategy) -> Strategy:
 
 def private_form(settings: Settings, rule: Strategy, policy: PrivacyPolicy) -> Strategy:
     """The rule on sums under a policy. Raises ConfigError if it has no such form."""
-    from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
+    from fedstream.strategies.private_sums import PrivateSums, PrivateTerms, check_weights
 
     steps, per = settings.scheduler.steps, None
     if isinstance(steps, FixedSteps) and not _unequal_steps(settings):
         per = settings.solver.lr * steps.n
     mine = settings.private
     terms = PrivateTerms(policy=policy, per=per, buckets=mine.buckets, over=mine.over)
-    return PrivateSums.of(rule, terms)
+    form = PrivateSums.of(rule, terms)
+    check_weights(rule, terms)
+    return form

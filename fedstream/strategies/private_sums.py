@@ -264,15 +264,23 @@ def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
             f"{key}{each}, but the privacy policy opens sums of {policy.min_batch} to "
             f"{policy.max_batch} updates"
         )
-    weights = policy.weights
+    return ""
+
+
+def check_weights(rule: Strategy, terms: PrivateTerms) -> None:
+    """Raise ConfigError if the helper may refuse honest batches, as one update stands out.
+
+    Recorded runs need no such check.
+    """
+    policy, n = terms.policy, terms.buckets
+    key, weights = f"strategy.{rule.batch_key} = {rule.batch}", policy.weights
     if rule.max_staleness is not None:
         weights = weights[: rule.max_staleness + 1]
     needed, most = policy.min_batch * max(weights), max(weights)
     least = most + (rule.batch // n - 1) * min(weights)  # of a sum in which one update stands out
     if rule.rounds != "always" and least < needed:
-        return (
+        raise ConfigError(
             f"{key}, but at weights of {min(weights)} to {most} a sum may add up to {least}, and "
             f"the policy opens none below {needed} (min_batch {policy.min_batch} times {most}): "
             "lower strategy.max_staleness, or agree on a lower private.terms.min_batch"
         )
-    return ""

@@ -25,7 +25,8 @@ def _options(command: str) -> None:
     """Its program takes these options."""
     _, _, module, *arguments = shlex.split(command, comments=True)
     options = {one for one in arguments if one.startswith("--")}
-    source = ROOT.joinpath(*module.split("."), "__main__.py").read_text()
+    place = ROOT.joinpath(*module.split("."))
+    source = (place / "__main__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
     unknown = options - {*re.findall(r'add_argument\(\s*"(.*?)"', source)}
     assert not unknown, f"{module} has no {unknown}"
 

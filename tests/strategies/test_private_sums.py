@@ -14,7 +14,13 @@ from fedstream.private.policy import PrivacyPolicy
 from fedstream.settings.services import check_turns
 from fedstream.strategies import AfaCdSettings, Batch, FedAvgSettings, FedBuffSettings, strategy_of
 from fedstream.strategies.optimizers import Adam, Momentum, Yogi
-from fedstream.strategies.private_sums import PrivateSums, PrivateTerms, check_layout, words_of
+from fedstream.strategies.private_sums import (
+    PrivateSums,
+    PrivateTerms,
+    check_layout,
+    check_weights,
+    words_of,
+)
 from fedstream.strategies.strategy import State, Strategy, Update
 from tests.private.enrolled import policy_of
 from tests.support import layout_of, model_of
@@ -108,9 +114,9 @@ def test_run_whose_sums_the_helper_might_refuse_for_their_weights_does_not_start
     """One fresh update among stale ones would stand out, and the batch be lost each time."""
     terms = PrivateTerms(policy=policy(weights=(4, 3, 1)))
     with pytest.raises(ConfigError, match="a sum may add up to 7, and the policy opens none below"):
-        PrivateSums.of(FedBuffSettings(buffer_size=K), terms)
-    PrivateSums.of(FedBuffSettings(buffer_size=K, max_staleness=1), terms)
-    PrivateSums.of(FedAvgSettings(clients_per_round=K), terms)
+        check_weights(FedBuffSettings(buffer_size=K), terms)
+    check_weights(FedBuffSettings(buffer_size=K, max_staleness=1), terms)
+    check_weights(FedAvgSettings(clients_per_round=K), terms)
 
 
 def test_closed_round_is_divided_by_the_same_constant() -> None:
