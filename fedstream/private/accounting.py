@@ -68,7 +68,9 @@ def gaussian_epsilon(spent: float, delta: float) -> float:
 
     def delta_at(eps: float) -> float:
         first = math.erfc((eps / mu - mu / 2) / math.sqrt(2)) / 2
-        return first - math.exp(eps) * math.erfc((eps / mu + mu / 2) / math.sqrt(2)) / 2
+        tail = math.erfc((eps / mu + mu / 2) / math.sqrt(2)) / 2
+        # The product is below 1, but the exponential alone may be too large for a float.
+        return first - (math.exp(eps + math.log(tail)) if tail else 0.0)
 
     low, high = 0.0, epsilon_of_rho(spent, delta)
     for _ in range(60):

@@ -62,3 +62,8 @@ def test_the_noises_distance_counts() -> None:
     policy = policy_of(sigma=4.0, parameters=1_000_000)
     assert epsilon_of_rho(10 / 32, 1e-9) < epsilon(policy, 10, 10, 1e-9) < math.inf
     assert epsilon(policy, 10, 10, 1e-13) == math.inf
+
+
+def test_hardly_any_noise_has_a_large_epsilon() -> None:
+    """Beyond what an exponential can be as a float."""
+    assert 1500 < gaussian_epsilon(1500.0, 1e-5) < epsilon_of_rho(1500.0, 1e-5)
