@@ -278,6 +278,8 @@ class Commits:
         if reply.what != "created":
             await pause(self.context.stop, _LOST_S)
             return None
+        if self.sums is not None:
+            self.sums.renew_key()
         await self.publisher.look()
         return state.counted(reply.counts, state.journalled).agreeing(epoch)
 
