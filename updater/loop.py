@@ -19,7 +19,6 @@ from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import BLOCK_MS, Look, time_in
 from fedstream.core.errors import BadMessage, OutOfMemory
 from fedstream.core.layout import Payload
-from fedstream.core.messages import QUARANTINED, SetQuarantine
 from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
@@ -35,7 +34,6 @@ from fedstream.updater.state import Change, RunState
 if TYPE_CHECKING:
     from fedstream.updater.sums import Sums
 
-_SPOILS = "its private updates spoil sums"
 _SILENT_S = 600.0  # without a version, before this is logged
 
 
@@ -174,7 +172,7 @@ class Loop:
                 finishing = change.finish is not None
 
     async def _open_sum(self, sums: Sums) -> None:
-        """Have the sum of a private batch opened, and quarantine the devices that spoil sums.
+        """Have the sum of a private batch opened, and quarantine the devices that prevent sums.
 
         The batch is on disk first, as the helper opens no other with these updates.
         """
@@ -184,17 +182,15 @@ class Loop:
         published_digest = None
         if ahead is not None:
             published_digest = await self.ledger.digest(state.version + 1)
-        change, blamed = await self.decider.open_sum(sums, state)
+        change, quarantine = await self.decider.open_sum(sums, state)
         if ahead is not None and not change.remakes(ahead, published_digest):
             await self._adopt(ahead)
             return
         self.unwritten.append(DecidedChange(change, state, state.after(change)))
-        suspects = set(sums.suspects(self.unwritten[-1].after))
-        if blamed is not None:
-            suspects.add(blamed)
-        if suspects:
-            asked = SetQuarantine(devices=tuple(sorted(suspects)[:QUARANTINED]), why=_SPOILS)
-            await self.upkeep.client.call("XADD", self.ledger.keys.queue, "*", "m", asked.encode())
+        for asked in (quarantine, sums.suspects(self.unwritten[-1].after)):
+            if asked is not None:
+                queue = self.ledger.keys.queue
+                await self.upkeep.client.call("XADD", queue, "*", "m", asked.encode())
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.
