@@ -286,8 +286,11 @@ def _is_of(sealed: SealedUpdate, upload: Upload, state: RunState, policy: Privac
 
 def _quarantine(reason: str, about: dict[str, Any], intent: Intent) -> SetQuarantine | None:
     why = _QUARANTINES.get(reason)
-    devices = {one.task: one.device for one in intent.updates}
-    found = about.get("device", devices.get(str(about.get("task"))))
-    if why is None or found not in devices.values():
+    named = [
+        one.device
+        for one in intent.updates
+        if about.get("device", one.device) == one.device and about.get("task", one.task) == one.task
+    ]
+    if why is None or len(named) != 1:
         return None
-    return SetQuarantine(devices=(found,), why=why)
+    return SetQuarantine(devices=tuple(named), why=why)
