@@ -33,8 +33,11 @@ from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
 from fedstream.strategies import (
+    AcedSettings,
     AfaCdSettings,
     AfaCsSettings,
+    Ca2flSettings,
+    FadasSettings,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
@@ -349,6 +352,9 @@ def write_golden() -> None:
         AfaCdSettings(buffer_size=3),
         AfaCsSettings(buffer_size=3, max_staleness=1),
         ScaffoldSettings(buffer_size=3, server_lr=0.5),
+        Ca2flSettings(buffer_size=3, server_lr=0.5),
+        AcedSettings(max_age=4),
+        FadasSettings(buffer_size=3, delay_adaptive="code"),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"

@@ -13,6 +13,8 @@ from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
+from fedstream.strategies.cached import AcedSettings, Ca2flSettings
+from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
@@ -23,11 +25,14 @@ from fedstream.strategies.vectors import DeviceVectors
 __all__ = [
     "FUNCTIONS",
     "RULES",
+    "AcedSettings",
     "AfaCdSettings",
     "AfaCsSettings",
     "Batch",
+    "Ca2flSettings",
     "Decision",
     "DeviceVectors",
+    "FadasSettings",
     "FedAsyncSettings",
     "FedAvgSettings",
     "FedBuffSettings",
@@ -61,6 +66,9 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "afa-cd": AfaCdSettings,
         "afa-cs": AfaCsSettings,
         "scaffold": ScaffoldSettings,
+        "ca2fl": Ca2flSettings,
+        "aced": AcedSettings,
+        "fadas": FadasSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",
