@@ -124,6 +124,9 @@ class Strategy(NamedSettings):
     """The rule's name in the configuration; a user's is file.py:Name."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Staler updates are dropped."""
+    # Left out while it is the default, so that earlier releases read the run.
+    cancel_stale: Annotated[bool, Field(exclude_if=lambda cancels: not cancels)] = False
+    """Whether a task is given up as soon as its update would be staler."""
 
     @property
     def batch(self) -> int:
