@@ -204,6 +204,7 @@ class _Clock:
         self._parts = Participation(settings.scheduler.steps, settings.participation)
         self._size = settings.strategy.batch
         self._limit = settings.rule.max_staleness
+        self._cancels = settings.rule.cancel_stale  # tasks whose updates would be too stale
         self._seed = settings.run.seed
         in_rounds = isinstance(settings.policy, Rounds)  # tasks end with their round
         self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
@@ -312,6 +313,18 @@ class _Clock:
             self._rests.ended(task.device, self._now, failed=not is_used)
         return is_used
 
+    def _cancelled(self) -> list[int]:
+        """Give up the tasks that are to be cancelled by now, and return their devices."""
+        oldest = self._version - (self._limit or 0)
+        stale = [task.device for task in self._open.values() if task.tau < oldest]
+        if not (self._cancels and stale):
+            return []
+        for device in stale:
+            del self._open[device]
+        self._ends = [end for end in self._ends if end[2].tau >= oldest]
+        heapq.heapify(self._ends)
+        return stale
+
     def _arrived(self, task: _Working) -> Arrival:
         """Arrival of a task's answer."""
         version = self._version
@@ -362,6 +375,7 @@ class _Clock:
                 last = due if policy.catches_up else self._now
             if self._ends and self._ends[0][0] <= wake:
                 yield from self._end_of(self._finished())
+                self._cancelled()
             else:
                 self._now = wake
                 put_off += waits
@@ -482,6 +496,9 @@ class _Clock:
                 decides = self._now + rngs[task.device].expovariate(rates[task.device])
                 heapq.heappush(decisions, (decides, task.device))
                 yield from self._end_of(task)
+                for device in self._cancelled():
+                    decides = self._now + rngs[device].expovariate(rates[device])
+                    heapq.heappush(decisions, (decides, device))
                 continue
             self._now, device = heapq.heappop(decisions)
             rests = self._rests.end(device) > self._now

@@ -150,16 +150,14 @@ async def test_training_stops_once_its_update_would_be_too_stale(
     assert isinstance(second, Upload)
 
 
-async def test_training_goes_on_where_stale_tasks_are_not_cancelled(
-    hand: Hand, make: Make, task: Adds
+async def test_trainer_asks_for_no_version_unless_stale_tasks_are_cancelled(
+    hand: Hand, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fedstream.trainer.attempt._STALE_S", 0.001)
+    monkeypatch.delattr(Newest, "version")
     await hand.create(max_staleness=0)
-    task.gate.clear()
-    async with running(make(), context()):
+    async with running(make(devices=DeviceSettings(latency=FixedLatency(mean_s=0.1))), context()):
         await hand.open()
-        await wait_until(lambda: task.seen)
-        await hand.commit(1)
-        task.gate.set()
         [answer] = await answers(hand)
     assert isinstance(answer, Upload)
 
