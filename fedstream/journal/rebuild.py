@@ -54,14 +54,20 @@ from fedstream.strategies import (
 
 
 def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
-    """The strategy's vectors, each read from the segment that last wrote it.
+    """The strategy's vectors, each read from the segment that last wrote it, and its integers.
 
-    None if the strategy keeps no vectors, or has not yet. Raises JournalError.
+    None if the strategy keeps neither, or has not yet. Raises JournalError.
     """
-    here, elsewhere = segment.standing.here, segment.elsewhere
-    if not (here or elsewhere):
+    here, elsewhere, numbers = segment.standing.here, segment.elsewhere, segment.standing.numbers
+    if not (here or elsewhere or numbers):
         return None
     vectors = strategy.vectors(segment.layout.parameters)
+    vectors.numbers.update(numbers)
+    if vectors.numbers and max(vectors.numbers) >= vectors.devices:
+        raise JournalDamaged(
+            f"{segment.standing_record.place.where}: has a number of device "
+            f"{max(vectors.numbers)}, but the strategy remembers {vectors.devices}"
+        )
     wanted: dict[str, set[int]] = {}
     for device, name in elsewhere.items():
         wanted.setdefault(name, set()).add(device)
@@ -115,6 +121,7 @@ def standing_of(
             "arrivals": memory.arrivals,
             "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
+            "numbers": tuple(sorted(memory.devices.numbers.items())) if memory.devices else (),
             "held": progress.held,
             "mean_staleness": progress.mean_staleness,
             "sizes": progress.norms.last,

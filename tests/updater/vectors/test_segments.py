@@ -197,6 +197,35 @@ async def test_undeletable_segment_is_kept_until_the_next_starts(
     assert same(on_disk(folder), kept.twin.vectors)
 
 
+async def test_integers_of_devices_are_in_every_standing(folder: Path) -> None:
+    """Also those that a copy of the vectors has changed, as another rule's on the same journal."""
+    kept = Kept(folder, AFA_CS, keep_segments=1)
+    await kept.segment()
+    await kept.comes(7)
+    for number in range(3):
+        assert kept.twin.vectors
+        kept.twin.vectors.numbers[3 - number] = 5 + number
+        kept.twin.vectors.copy().numbers[number] = 9
+        await kept.segment()
+        assert same(on_disk(folder), kept.twin.vectors)
+    found = on_disk(folder)
+    assert found
+    assert found.numbers == {3: 5, 2: 6, 1: 7}
+    await kept.recorder.close()
+
+
+async def test_integer_of_an_unknown_device_is_located(folder: Path) -> None:
+    kept = Kept(folder, AFA_CS)
+    await kept.segment()
+    await kept.comes(0)
+    assert kept.twin.vectors
+    kept.twin.vectors.numbers[M] = 1
+    await kept.segment()
+    await kept.recorder.close()
+    with pytest.raises(JournalDamaged, match=f"has a number of device {M}, but the strategy rem"):
+        on_disk(folder)
+
+
 @BOTH
 def test_missing_segment_is_named_with_its_dependant(folder: Path, rule: Strategy) -> None:
     two(folder, rule)

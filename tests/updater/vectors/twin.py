@@ -96,9 +96,8 @@ def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
     assert wanted is not None
     assert (found.devices, found.names) == (wanted.devices, wanted.names)
     keys = [*range(found.devices), *found.names]
-    return found.heard == wanted.heard and all(
-        found[key].tobytes() == wanted[key].tobytes() for key in keys
-    )
+    noted = (found.heard, found.numbers) == (wanted.heard, wanted.numbers)
+    return noted and all(found[key].tobytes() == wanted[key].tobytes() for key in keys)
 
 
 def on_disk(folder: Path) -> DeviceVectors | None:
