@@ -38,6 +38,7 @@ from fedstream.strategies import (
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
+    RingmasterSettings,
     ScaffoldSettings,
     State,
     Strategy,
@@ -349,6 +350,7 @@ def write_golden() -> None:
         AfaCdSettings(buffer_size=3),
         AfaCsSettings(buffer_size=3, max_staleness=1),
         ScaffoldSettings(buffer_size=3, server_lr=0.5),
+        RingmasterSettings(max_staleness=3),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
