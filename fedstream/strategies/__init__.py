@@ -15,7 +15,7 @@ from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
-from fedstream.strategies.ring import RingmasterSettings
+from fedstream.strategies.ring import RingleaderSettings, RingmasterSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -35,6 +35,7 @@ __all__ = [
     "Memory",
     "Mixing",
     "Model",
+    "RingleaderSettings",
     "RingmasterSettings",
     "ScaffoldSettings",
     "StalenessFunction",
@@ -64,6 +65,7 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "afa-cs": AfaCsSettings,
         "scaffold": ScaffoldSettings,
         "ringmaster": RingmasterSettings,
+        "ringleader": RingleaderSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",

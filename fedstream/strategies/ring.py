@@ -1,13 +1,17 @@
-"""Ringmaster: asynchronous SGD with a threshold on staleness."""
+"""Ringmaster and Ringleader: asynchronous SGD with bounded staleness."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field
 
+from fedstream.core.layout import Model
 from fedstream.strategies.batches import Batch
-from fedstream.strategies.strategy import InRounds
+from fedstream.strategies.mixing import add, count
+from fedstream.strategies.strategy import Decision, InRounds, Memory, State, Update
+from fedstream.strategies.vectors import DeviceVectors
 
 
 class RingmasterSettings(Batch):
@@ -26,3 +30,97 @@ class RingmasterSettings(Batch):
     max_staleness: Annotated[int, Field(ge=0)] = 9
     """R - 1"""
     cancel_stale: bool = True
+
+
+class RingleaderSettings(Batch):
+    """Ringleader: x_{t+1} = x_t + (server_lr / M) sum_i mean_i, mean_i over device i's deltas.
+
+    Ringleader ASGD: The First Asynchronous SGD with Optimal Time Complexity under Data
+    Heterogeneity (Maranjyan, Richtarik, ICLR 2026), algorithm 1. Its rounds have two phases. In the
+    first, updates are collected until every device has sent one. The last of them makes a version;
+    in the second phase, the first update of each other device joins its mean and makes one. Further
+    updates of a device that had its version are kept for the next round. So a round makes M
+    versions, and staleness is at most 2 M - 2.
+
+    The paper's devices send gradients of one step; here deltas may be of several, and ``server_lr``
+    times their learning rate is the paper's gamma. A device's mean is updated incrementally, and
+    the sum of the means with it; the sum is computed anew at the end of a round. One vector for
+    each device is enough: once a device had its version, only the sum needs its mean, and the
+    vector holds the mean for the next round. Its number is twice the count of deltas in that
+    vector, plus one if the device had its version in this round.
+    """
+
+    rounds: ClassVar[InRounds] = "never"
+    name: Literal["ringleader"] = "ringleader"
+    buffer_size: Annotated[Literal[1], Field(exclude=True)] = 1
+    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """M; by default all devices of the run"""
+
+    @property
+    def remembered(self) -> int | None:
+        """M, the number of devices with a vector each."""
+        return self.devices
+
+    def build(self, devices: int = 0) -> Self:
+        """The rule for a run with ``devices`` devices."""
+        return self.model_copy(update={"devices": self.devices or devices})
+
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an update; whether it is the first of its device after all have sent one."""
+        number = arrived.get(device, 0)
+        arrived[device] = number + 2
+        if number % 2 or len(arrived) < (self.devices or 1):
+            return False
+        arrived[device] = 1
+        if all(number % 2 for number in arrived.values()):  # the end of the round
+            left = {device: number - 1 for device, number in arrived.items() if number > 1}
+            arrived.clear()
+            arrived.update(left)
+        return True
+
+    def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
+        """Add the update to its device's mean, and make a version if it is time."""
+        d = state.version - update.tau
+        if self.is_too_stale(d):
+            return state, Decision("dropped", 0.0, d)
+        weight = self.weight_of(state, update)
+        memory = self._grown(state.memory, update, weight, spare)
+        grown = State(state.version, state.model, memory)
+        if memory.devices is None or not self.completes(memory.devices.numbers, update.device):
+            return grown, Decision("buffered", weight, d)
+        made = self.step(grown, None if memory.model is spare else spare)
+        return made, Decision("applied", weight, d)
+
+    def end_round(self, state: State) -> State:
+        """Leave all as it is, since a version needs an update of each device."""
+        return state
+
+    def add(
+        self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
+    ) -> DeviceVectors:
+        """Add the delta to its device's mean, and to the sum unless it is for the next round."""
+        delta = update.model.parameters
+        vectors = vectors if vectors is not None else self.vectors(delta.size)
+        number = vectors.numbers.get(update.device, 0)
+        mean = vectors.write(update.device)
+        if number < 2:  # what is there is of an earlier round
+            mean[:] = 0.0
+        change = np.subtract(delta, mean)
+        np.multiply(change, np.float32(1.0 / (number // 2 + 1)), out=change)
+        np.add(mean, change, out=mean)
+        if number % 2 == 0:
+            add(total.parameters, change, 1.0, into=total.parameters)
+        return vectors
+
+    def step(self, state: State, spare: Model | None) -> State:
+        """Step along the mean of all devices' means; the sum is kept until the round ends."""
+        x, total = state.model, self.total(state)
+        made = spare or Model(x.layout)
+        vectors = self.move(state, self.devices or 1, into=made)
+        made.buffers[:] = total.buffers
+        count(x, total, into=made)
+        if vectors is not None and not any(number % 2 for number in vectors.numbers.values()):
+            total.parameters[:] = 0.0
+            for device in sorted(vectors.numbers):
+                add(total.parameters, vectors[device], 1.0, into=total.parameters)
+        return State(state.version + 1, made, Memory(total, devices=vectors))

@@ -197,6 +197,17 @@ class Strategy(NamedSettings):
         """End the round: make the next version of the arrived updates, if any."""
         return state
 
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an arriving update of ``device``, and return whether it completes a version.
+
+        ``arrived``: the count so far, at first empty, by device. For plans, which know no models.
+        """
+        arrived[device] = arrived.get(device, 0) + 1
+        if sum(arrived.values()) < self.batch:
+            return False
+        arrived.clear()
+        return True
+
     def is_due(self, state: State) -> bool:
         """Whether a batch of masked updates is complete, so that its sum can be opened."""
         return False
