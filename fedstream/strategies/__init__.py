@@ -13,6 +13,8 @@ from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
+from fedstream.strategies.cached import AcedSettings, Ca2flSettings
+from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
 from fedstream.strategies.ring import RingleaderSettings, RingmasterSettings
@@ -24,11 +26,14 @@ from fedstream.strategies.vectors import DeviceVectors
 __all__ = [
     "FUNCTIONS",
     "RULES",
+    "AcedSettings",
     "AfaCdSettings",
     "AfaCsSettings",
     "Batch",
+    "Ca2flSettings",
     "Decision",
     "DeviceVectors",
+    "FadasSettings",
     "FedAsyncSettings",
     "FedAvgSettings",
     "FedBuffSettings",
@@ -64,6 +69,9 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "afa-cd": AfaCdSettings,
         "afa-cs": AfaCsSettings,
         "scaffold": ScaffoldSettings,
+        "ca2fl": Ca2flSettings,
+        "aced": AcedSettings,
+        "fadas": FadasSettings,
         "ringmaster": RingmasterSettings,
         "ringleader": RingleaderSettings,
     },

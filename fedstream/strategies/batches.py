@@ -12,6 +12,7 @@ ends early because its round timed out is the mean of as many updates as arrived
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -65,6 +66,7 @@ class Batch(Strategy):
             return state, Decision("dropped", 0.0, d)
         weight = self.weight_of(state, update)
         memory = self._grown(state.memory, update, self.factor(update, weight), spare)
+        memory = replace(memory, stalest=max(state.memory.stalest, d))
         grown = State(state.version, state.model, memory)
         if memory.arrivals < self.buffer_size:
             return grown, Decision("buffered", weight, d)

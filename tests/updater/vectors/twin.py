@@ -96,7 +96,7 @@ def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
     assert wanted is not None
     assert (found.devices, found.names) == (wanted.devices, wanted.names)
     keys = [*range(found.devices), *found.names]
-    noted = (found.heard, found.numbers) == (wanted.heard, wanted.numbers)
+    noted = (found.heard, [*found.numbers.items()]) == (wanted.heard, [*wanted.numbers.items()])
     return noted and all(found[key].tobytes() == wanted[key].tobytes() for key in keys)
 
 
