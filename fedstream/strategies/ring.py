@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.strategies.batches import Batch
-from fedstream.strategies.mixing import add, count
-from fedstream.strategies.strategy import Decision, InRounds, Memory, State, Update
+from fedstream.strategies.caches import Caching, add_up
+from fedstream.strategies.mixing import add
+from fedstream.strategies.strategy import InRounds, Memory, State, Update
 from fedstream.strategies.vectors import DeviceVectors
 
 
@@ -32,7 +33,7 @@ class RingmasterSettings(Batch):
     cancel_stale: bool = True
 
 
-class RingleaderSettings(Batch):
+class RingleaderSettings(Caching):
     """Ringleader: x_{t+1} = x_t + (server_lr / M) sum_i mean_i, mean_i over device i's deltas.
 
     Ringleader ASGD: The First Asynchronous SGD with Optimal Time Complexity under Data
@@ -53,17 +54,6 @@ class RingleaderSettings(Batch):
     rounds: ClassVar[InRounds] = "never"
     name: Literal["ringleader"] = "ringleader"
     buffer_size: Annotated[Literal[1], Field(exclude=True)] = 1
-    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """M; by default all devices of the run"""
-
-    @property
-    def remembered(self) -> int | None:
-        """M, the number of devices with a vector each."""
-        return self.devices
-
-    def build(self, devices: int = 0) -> Self:
-        """The rule for a run with ``devices`` devices."""
-        return self.model_copy(update={"devices": self.devices or devices})
 
     def completes(self, arrived: dict[int, int], device: int) -> bool:
         """Count an update; whether it is the first of its device after all have sent one."""
@@ -78,18 +68,9 @@ class RingleaderSettings(Batch):
             arrived.update(left)
         return True
 
-    def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Add the update to its device's mean, and make a version if it is time."""
-        d = state.version - update.tau
-        if self.is_too_stale(d):
-            return state, Decision("dropped", 0.0, d)
-        weight = self.weight_of(state, update)
-        memory = self._grown(state.memory, update, weight, spare)
-        grown = State(state.version, state.model, memory)
-        if memory.devices is None or not self.completes(memory.devices.numbers, update.device):
-            return grown, Decision("buffered", weight, d)
-        made = self.step(grown, None if memory.model is spare else spare)
-        return made, Decision("applied", weight, d)
+    def is_complete(self, memory: Memory, device: int) -> bool:
+        """Whether the device's update makes a version."""
+        return memory.devices is not None and self.completes(memory.devices.numbers, device)
 
     def end_round(self, state: State) -> State:
         """Leave all as it is, since a version needs an update of each device."""
@@ -112,15 +93,7 @@ class RingleaderSettings(Batch):
             add(total.parameters, change, 1.0, into=total.parameters)
         return vectors
 
-    def step(self, state: State, spare: Model | None) -> State:
-        """Step along the mean of all devices' means; the sum is kept until the round ends."""
-        x, total = state.model, self.total(state)
-        made = spare or Model(x.layout)
-        vectors = self.move(state, self.devices or 1, into=made)
-        made.buffers[:] = total.buffers
-        count(x, total, into=made)
-        if vectors is not None and not any(number % 2 for number in vectors.numbers.values()):
-            total.parameters[:] = 0.0
-            for device in sorted(vectors.numbers):
-                add(total.parameters, vectors[device], 1.0, into=total.parameters)
-        return State(state.version + 1, made, Memory(total, devices=vectors))
+    def sum_anew(self, version: int, vectors: DeviceVectors, total: Model) -> None:
+        """Begin the next round, if one has ended, with the means that are there for it."""
+        if not any(number % 2 for number in vectors.numbers.values()):
+            add_up(vectors, vectors.numbers, total)
