@@ -34,6 +34,8 @@ STRATEGIES = (
     "ca2fl",
     "aced",
     "fadas",
+    "ringmaster",
+    "ringleader",
 )
 # Tables and keys for commands about a live run; none of them names a program.
 _LIVE = (

@@ -17,6 +17,7 @@ from fedstream.strategies.cached import AcedSettings, Ca2flSettings
 from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
+from fedstream.strategies.ring import RingleaderSettings, RingmasterSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -39,6 +40,8 @@ __all__ = [
     "Memory",
     "Mixing",
     "Model",
+    "RingleaderSettings",
+    "RingmasterSettings",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",
@@ -69,6 +72,8 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "ca2fl": Ca2flSettings,
         "aced": AcedSettings,
         "fadas": FadasSettings,
+        "ringmaster": RingmasterSettings,
+        "ringleader": RingleaderSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",

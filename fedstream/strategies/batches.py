@@ -68,7 +68,7 @@ class Batch(Strategy):
         memory = self._grown(state.memory, update, self.factor(update, weight), spare)
         memory = replace(memory, stalest=max(state.memory.stalest, d))
         grown = State(state.version, state.model, memory)
-        if memory.arrivals < self.buffer_size:
+        if not self.is_complete(memory, update.device):
             return grown, Decision("buffered", weight, d)
         return self.step(grown, None if memory.model is spare else spare), Decision(
             "applied", weight, d
@@ -77,6 +77,10 @@ class Batch(Strategy):
     def end_round(self, state: State) -> State:
         """Step along the mean of the updates that arrived, if any."""
         return self.step(state, None) if state.memory.arrivals else state
+
+    def is_complete(self, memory: Memory, device: int) -> bool:
+        """Whether the sum makes a version, now that it has an update of ``device``."""
+        return memory.arrivals >= self.buffer_size
 
     def _grown(self, memory: Memory, update: Update, factor: float, spare: Model) -> Memory:
         """The memory with one more update in its sum."""

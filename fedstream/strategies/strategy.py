@@ -125,6 +125,9 @@ class Strategy(NamedSettings):
     """The rule's name in the configuration; a user's is file.py:Name."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Staler updates are dropped."""
+    # Left out while it is the default, so that earlier releases read the run.
+    cancel_stale: Annotated[bool, Field(exclude_if=lambda cancels: not cancels)] = False
+    """Whether a task is given up as soon as its update would be staler."""
 
     @property
     def batch(self) -> int:
@@ -194,6 +197,17 @@ class Strategy(NamedSettings):
     def end_round(self, state: State) -> State:
         """End the round: make the next version of the arrived updates, if any."""
         return state
+
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an arriving update of ``device``, and return whether it completes a version.
+
+        ``arrived``: the count so far, at first empty, by device. For plans, which know no models.
+        """
+        arrived[device] = arrived.get(device, 0) + 1
+        if sum(arrived.values()) < self.batch:
+            return False
+        arrived.clear()
+        return True
 
     def is_due(self, state: State) -> bool:
         """Whether a batch of masked updates is complete, so that its sum can be opened."""

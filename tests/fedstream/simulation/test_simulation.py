@@ -94,6 +94,17 @@ RULES = {
         "strategy.delay_adaptive=code",
     ),
     "scaffold": SCAFFOLD,
+    "ringmaster": (
+        "strategy.name=ringmaster",
+        "strategy.max_staleness=2",
+        "simulation.staleness.kind=latency",
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=4",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "devices.slow_devices=[0]",
+        "devices.slow_factor=20",
+    ),
+    "ringleader": ("strategy.name=ringleader",),
     "scaffold, per step": (*SCAFFOLD, "strategy.per_step=true", "strategy.server_lr=0.2"),
 }
 
