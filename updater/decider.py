@@ -187,7 +187,8 @@ class Decider:
             before = state.progress.with_sizes(counted)
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return self._refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
+            reason = step.decision.reason if step.decision else reasons.TOO_STALE
+            return self._refuse(entry, upload, state, reason, counted, unused)
         version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,

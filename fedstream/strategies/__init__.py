@@ -12,6 +12,8 @@ from fedstream.core.layout import Model
 from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
+from fedstream.strategies.aflguard import AflGuardSettings
+from fedstream.strategies.basgd import BasgdSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
@@ -25,6 +27,8 @@ __all__ = [
     "RULES",
     "AfaCdSettings",
     "AfaCsSettings",
+    "AflGuardSettings",
+    "BasgdSettings",
     "Batch",
     "Decision",
     "DeviceVectors",
@@ -61,6 +65,8 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "afa-cd": AfaCdSettings,
         "afa-cs": AfaCsSettings,
         "scaffold": ScaffoldSettings,
+        "basgd": BasgdSettings,
+        "aflguard": AflGuardSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",
