@@ -85,7 +85,7 @@ class BasgdSettings(Stepping):
         """
         memory = state.memory
         if memory.devices is not None:
-            kept = [memory.devices[f"bucket {b}"] for b in range(self.buckets)]
+            kept = [memory.devices[f"bucket {b}"] for b in sorted(memory.devices.numbers)]
             middle(self.aggregate, kept, memory.arrivals, into=self.total(state))
             memory.devices.numbers.clear()
         return ()
