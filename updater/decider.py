@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -188,7 +188,8 @@ class Decider:
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
             reason = step.decision.reason if step.decision else reasons.TOO_STALE
-            return self._refuse(entry, upload, state, reason, counted, unused)
+            refused = self._refuse(entry, upload, state, reason, counted, unused)
+            return replace(refused, suspects=step.suspects)
         version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,
@@ -216,6 +217,7 @@ class Decider:
             finish,
             given=payload,
             used=(before.state.model, *unused),
+            suspects=step.suspects,
         )
 
     def _refuse(

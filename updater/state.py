@@ -46,6 +46,21 @@ class Change:
     used: tuple[Payload, ...] = ()  # payloads read or written: models, the received update
     given: Payload | None = None  # the version's published payload
     event: Event | None = None  # told with the commit
+    suspects: tuple[int, ...] = ()  # devices with updates that stand out
+
+    def events(self) -> Iterator[Event]:
+        """The events that the commit tells."""
+        if self.event is not None:
+            yield self.event
+        for device in self.suspects if self.record is not None else ():
+            yield Event(
+                what="suspect",
+                service="updater",
+                time=self.record.time,
+                device=device,
+                version=self.record.version,
+                text="its update stands out",
+            )
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""
