@@ -52,15 +52,10 @@ class Change:
         """The events that the commit tells."""
         if self.event is not None:
             yield self.event
-        for device in self.suspects if self.record is not None else ():
-            yield Event(
-                what="suspect",
-                service="updater",
-                time=self.record.time,
-                device=device,
-                version=self.record.version,
-                text="its update stands out",
-            )
+        if (record := self.record) is not None:
+            about = {"service": "updater", "time": record.time, "version": record.version}
+            for device in self.suspects:
+                yield Event(what="suspect", device=device, text="its update stands out", **about)
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""
