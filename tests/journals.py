@@ -33,10 +33,13 @@ from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
 from fedstream.strategies import (
+    AcedSettings,
     AfaCdSettings,
     AfaCsSettings,
     AflGuardSettings,
     BasgdSettings,
+    Ca2flSettings,
+    FadasSettings,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
@@ -354,6 +357,9 @@ def write_golden() -> None:
         ScaffoldSettings(buffer_size=3, server_lr=0.5),
         BasgdSettings(buckets=3, staleness=Polynomial()),
         AflGuardSettings(root=(0, 6), radius=1.6),
+        Ca2flSettings(buffer_size=3, server_lr=0.5),
+        AcedSettings(max_age=4),
+        FadasSettings(buffer_size=3, delay_adaptive="code"),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"

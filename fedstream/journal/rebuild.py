@@ -122,7 +122,7 @@ def standing_of(
             "arrivals": memory.arrivals,
             "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
-            "numbers": tuple(sorted(memory.devices.numbers.items())) if memory.devices else (),
+            "numbers": tuple(memory.devices.numbers.items()) if memory.devices else (),
             "held": progress.held,
             "mean_staleness": progress.mean_staleness,
             "sizes": progress.norms.last,
@@ -179,7 +179,10 @@ class Rebuild:
                 "model does not match its digest"
             )
         vectors = device_vectors(segment, strategy)
-        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed, said.opened)
+        stalest = max((one.staleness for one in said.held), default=0)
+        kept = Memory(
+            memory, said.arrivals, said.weight, vectors, said.closed, said.opened, stalest
+        )
         self.progress = Progress(
             State(said.version, model, kept),
             said.held,

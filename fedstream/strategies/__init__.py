@@ -15,6 +15,8 @@ from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
 from fedstream.strategies.aflguard import AflGuardSettings
 from fedstream.strategies.basgd import BasgdSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
+from fedstream.strategies.cached import AcedSettings, Ca2flSettings
+from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
@@ -25,13 +27,16 @@ from fedstream.strategies.vectors import DeviceVectors
 __all__ = [
     "FUNCTIONS",
     "RULES",
+    "AcedSettings",
     "AfaCdSettings",
     "AfaCsSettings",
     "AflGuardSettings",
     "BasgdSettings",
     "Batch",
+    "Ca2flSettings",
     "Decision",
     "DeviceVectors",
+    "FadasSettings",
     "FedAsyncSettings",
     "FedAvgSettings",
     "FedBuffSettings",
@@ -65,6 +70,9 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "afa-cd": AfaCdSettings,
         "afa-cs": AfaCsSettings,
         "scaffold": ScaffoldSettings,
+        "ca2fl": Ca2flSettings,
+        "aced": AcedSettings,
+        "fadas": FadasSettings,
         "basgd": BasgdSettings,
         "aflguard": AflGuardSettings,
     },

@@ -71,6 +71,7 @@ class Stepping(Strategy):
             return state, Decision("dropped", 0.0, d)
         weight, kept = self.weight_of(state, update), self._kept(update)
         memory = self._grown(state.memory, update, kept * self.factor(update, weight), spare)
+        memory = replace(memory, stalest=max(state.memory.stalest, d))
         grown = State(state.version, state.model, memory)
         suspects = {memory.arrivals - 1} if kept * robust.STANDS_OUT < 1 else set[int]()
         if not self.is_complete(memory):

@@ -56,6 +56,7 @@ class Memory:
     devices: DeviceVectors | None = None
     closed: bool = False  # a private batch that takes no more updates, as its round has ended
     opened: int = 0  # buckets of the next private version whose sums are among the vectors
+    stalest: int = 0  # the largest staleness of the updates, in a `Batch`
 
     def copy(self, into: Model | None = None) -> Memory:
         """A deep copy; the sum is copied into ``into``, if given."""

@@ -33,7 +33,8 @@ class DeviceVectors:
 
     A named vector belongs to no device, but has a number after the last device's, because journals
     know vectors by number. ``numbers`` has an integer of devices that the strategy chose, such as
-    the version at which a vector was written. It may be changed freely; every standing holds it.
+    the version at which a vector was written. It may be changed freely; every standing holds it, in
+    its order.
 
     Only written vectors are allocated. Above a gigabyte, they are in unnamed temporary files in
     ``TMPDIR``, deleted with the process, as the journal has their content (FedstreamError if there

@@ -56,6 +56,7 @@ class MemoryPrint:
     arrivals: int
     weight: float
     vectors: tuple[tuple[int | str, bytes], ...]
+    numbers: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def memory_print(memory: Memory) -> MemoryPrint:
         memory.arrivals,
         memory.weight,
         tuple((key, vectors[key].tobytes()) for key in kept) if vectors is not None else (),
+        tuple(vectors.numbers.items()) if vectors is not None else (),
     )
 
 

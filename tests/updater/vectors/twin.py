@@ -15,7 +15,9 @@ from fedstream.journal import Taken, segments
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.rebuild import recovered
 from fedstream.strategies import (
+    AcedSettings,
     AfaCsSettings,
+    Ca2flSettings,
     DeviceVectors,
     FedBuffSettings,
     ScaffoldSettings,
@@ -29,8 +31,10 @@ from tests.support import Hand, layout_of, model_of, wait_until
 M = 10
 AFA_CS = AfaCsSettings(buffer_size=2, server_lr=0.5)
 SCAFFOLD = ScaffoldSettings(buffer_size=2)
+CA2FL = Ca2flSettings(buffer_size=2)
+ACED = AcedSettings(buffer_size=2, max_age=2)
 ADAM = FedBuffSettings(buffer_size=2, server=Adam())
-BOTH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD], ids=lambda rule: rule.name)
+EACH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD, CA2FL, ACED], ids=lambda rule: rule.name)
 FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
 
 
@@ -96,7 +100,7 @@ def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
     assert wanted is not None
     assert (found.devices, found.names) == (wanted.devices, wanted.names)
     keys = [*range(found.devices), *found.names]
-    noted = (found.heard, found.numbers) == (wanted.heard, wanted.numbers)
+    noted = (found.heard, [*found.numbers.items()]) == (wanted.heard, [*wanted.numbers.items()])
     return noted and all(found[key].tobytes() == wanted[key].tobytes() for key in keys)
 
 
