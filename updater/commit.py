@@ -207,7 +207,7 @@ class Commits:
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self.publisher.outlived(publish[-1].size) if publish else (),
-            events=[change.event for change in changes if change.event is not None],
+            events=[event for change in changes for event in change.events()],
             finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,

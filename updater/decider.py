@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -187,7 +187,9 @@ class Decider:
             before = state.progress.with_sizes(counted)
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return self._refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
+            reason = step.decision.reason if step.decision else reasons.TOO_STALE
+            refused = self._refuse(entry, upload, state, reason, counted, unused)
+            return replace(refused, suspects=step.suspects)
         version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,
@@ -215,6 +217,7 @@ class Decider:
             finish,
             given=payload,
             used=(before.state.model, *unused),
+            suspects=step.suspects,
         )
 
     def _refuse(

@@ -61,12 +61,13 @@ def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None
     here, elsewhere, numbers = segment.standing.here, segment.elsewhere, segment.standing.numbers
     if not (here or elsewhere or numbers):
         return None
-    vectors = strategy.vectors(segment.layout.parameters)
+    vectors = strategy.vectors(strategy.span(segment.layout))
     vectors.numbers.update(numbers)
-    if vectors.numbers and max(vectors.numbers) >= vectors.devices:
+    most = vectors.devices + len(vectors.names)
+    if vectors.numbers and max(vectors.numbers) >= most:
         raise JournalDamaged(
-            f"{segment.standing_record.place.where}: has a number of device "
-            f"{max(vectors.numbers)}, but the strategy remembers {vectors.devices}"
+            f"{segment.standing_record.place.where}: has an integer of vector "
+            f"{max(vectors.numbers)}, but the strategy has {most} vectors"
         )
     wanted: dict[str, set[int]] = {}
     for device, name in elsewhere.items():

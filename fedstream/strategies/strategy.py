@@ -16,7 +16,8 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field
 
-from fedstream.core.layout import Model
+from fedstream.core import reasons
+from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Sends
 from fedstream.runtime.config import NamedSettings
 from fedstream.strategies.vectors import DeviceVectors
@@ -95,6 +96,12 @@ class Decision:
     outcome: Literal["applied", "buffered", "dropped"]
     weight: float
     staleness: int
+    reason: str = reasons.TOO_STALE
+    """why the update is refused, if it is dropped: one of ``reasons.REFUSED``"""
+    suspects: tuple[int, ...] = ()
+    """the places, from 0, of updates that stand out among those of the next version"""
+    is_reference: bool = False
+    """whether the update stays in the rule's memory to judge others, and goes into no version"""
 
 
 class Strategy(NamedSettings):
@@ -142,8 +149,12 @@ class Strategy(NamedSettings):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors in the rule's memory, each as long as the parameters."""
+        """The names of the vectors in the rule's memory, each of :meth:`span` values."""
         return ()
+
+    def span(self, layout: Layout) -> int:
+        """The length of the rule's vectors: by default as many values as parameters."""
+        return layout.parameters
 
     def vectors(self, floats: int) -> DeviceVectors:
         """All vectors that the rule keeps, of ``floats`` elements, as at the run's beginning."""
