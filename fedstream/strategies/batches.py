@@ -12,7 +12,7 @@ ends early because its round timed out is the mean of as many updates as arrived
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ class Batch(Strategy):
     A subclass defines an update's weight by ``weigh``, or by ``factor`` if the weight needs more
     than versions and samples.
     """
+
+    step_key: ClassVar[str] = "server_lr"
 
     buffer_size: Annotated[int, Field(ge=1)] = 10
     """K, the updates in a version"""
