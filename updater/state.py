@@ -18,6 +18,7 @@ from fedstream.core.records import (
     Head,
     Quarantines,
     Run,
+    StepSize,
     counted,
     without,
 )
@@ -149,6 +150,13 @@ class Ends:
     def copy(self) -> Ends:
         """A copy with the journalled ends only, to which other ends can be added."""
         return Ends(self.index, self.done, self.controls)
+
+
+def step_size(rule: Strategy, progress: Progress) -> StepSize | None:
+    """The length of the rule's steps; None if it does not adapt."""
+    if rule.adapt is None:
+        return None
+    return StepSize(rule.step_key, rule.step_rate * progress.scale, progress.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

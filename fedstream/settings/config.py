@@ -155,6 +155,11 @@ class Settings(Section):
                 f"{policy.kind!r}: devices that trigger themselves decide when they rest; leave it "
                 "out"
             )
+        if strategy.adapt is not None and not self.journal.weights:
+            raise ValueError(
+                "strategy.adapt with journal.weights = false: the newest updates are mixed in "
+                "again from the journal: leave out journal.weights"
+            )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):
             raise ValueError(why)

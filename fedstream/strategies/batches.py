@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -37,6 +37,8 @@ class Stepping(Strategy):
     A subclass defines an update's weight by ``weigh``, or by ``factor`` if the weight needs more
     than versions and samples; and by ``is_complete`` when a version is made.
     """
+
+    step_key: ClassVar[str] = "server_lr"
 
     server_lr: Annotated[float, Field(gt=0)] = 1.0
     """the step along the batch's mean"""
