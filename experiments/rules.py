@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments.choosing import BASE, DEVICES, GAMMA, SLOW, H, K
 from experiments.reproduction import (
@@ -34,11 +35,13 @@ from experiments.reproduction import (
 from experiments.running import Store
 from experiments.showing import mean_and_deviation
 
+if TYPE_CHECKING:
+    from fedstream.trainer.in_memory import InMemory
+    from fedstream.trainer.task import TaskSettings
+
 UPDATES = 2_000
 FULL = GAMMA * H  # afa-cd's and afa-cs's step with which they move as far as a mean of models
 LADDER = (1.0, 0.4, 0.16, 0.064, 0.0256)  # times a rule's largest step
-STEPS = Path(__file__).parent / "results" / "rules-steps"
-CHOSEN = STEPS / "steps.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,11 @@ class Rule:
     top: float
     batch: int = 1  # updates in a version
     in_rounds: bool = False
+
+    @property
+    def steps(self) -> list[float]:
+        """The steps that are tried."""
+        return [self.top * part for part in LADDER]
 
     def keys(self, step: float, in_flight: int) -> dict[str, object]:
         """The configuration for a step size and so many tasks in flight."""
@@ -100,145 +108,181 @@ DATA: dict[str, KeyValues] = {
     "Dirichlet .1": {"task.partition.kind": "dirichlet", "task.partition.alpha": 0.1},
     "one class each": {"task.partition.kind": "classes", "task.partition.p": 1},
 }
-IN_FLIGHT = (20, 80)
-SITUATIONS = tuple(f"{data}, {n} in flight" for data, n in product(DATA, IN_FLIGHT))
-_OF = dict(zip(SITUATIONS, product(DATA, IN_FLIGHT), strict=True))
+RESULTS = Path(__file__).parent / "results"
+CHOSEN = "steps.json"
+_FAMILIES = {
+    "every update a version": ("fedasync",),
+    "batches": ("rounds", "fedbuff", "afa", "scaffold"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The rules on a task, in each combination of data and tasks in flight."""
+
+    name: str
+    of: str  # the model, for titles
+    base: KeyValues
+    in_flight: Sequence[int]
+
+    @property
+    def situations(self) -> dict[str, tuple[KeyValues, int]]:
+        """The partition and the tasks in flight, by name."""
+        return {
+            f"{data}, {n} in flight": (DATA[data], n) for data, n in product(DATA, self.in_flight)
+        }
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs that choose the steps are."""
+        return RESULTS / f"{self.name}-steps"
+
+    def cell(self, situation: str, rule: str, step: float, label: str) -> Cell:
+        """A run."""
+        data, in_flight = self.situations[situation]
+        return Cell(label, {**RULES[rule].keys(step, in_flight), **data})
+
+    def tried(self) -> tuple[Cell, ...]:
+        """The runs that choose the steps."""
+        return tuple(
+            self.cell(situation, rule, step, _label(situation, rule, step))
+            for situation in self.situations
+            for rule in RULES
+            for step in RULES[rule].steps
+        )
+
+    def reported(self) -> tuple[Cell, ...]:
+        """The runs with the chosen steps; empty before these are chosen."""
+        path = self.folder / CHOSEN
+        steps: Mapping[str, float] = json.loads(path.read_text()) if path.is_file() else {}
+        return tuple(
+            self.cell(situation, rule, steps[label], label)
+            for situation, rule in product(self.situations, RULES)
+            if (label := _label(situation, rule)) in steps
+        )
+
+    def choose(self) -> str:
+        """Write the best step of each rule whose steps have all run; say how many these are."""
+        results, found = Store(self.folder).results(), {}
+        for situation, rule in product(self.situations, RULES):
+            late = {
+                step: results.late(_label(situation, rule, step), "accuracy")
+                for step in RULES[rule].steps
+            }
+            if all(late.values()):
+                found[_label(situation, rule)] = max(late, key=lambda step: mean_of(late[step]))
+        (self.folder / CHOSEN).write_text(json.dumps(found, indent=1) + "\n")
+        return f"{self.name}: {len(found)} of {len(self.situations) * len(RULES)} steps chosen"
+
+    def claims(self, results: Results) -> list[JudgedClaim]:
+        """In each situation: is any rule better than rounds, and the rules in order."""
+        return [self._claim(results, situation) for situation in self.situations]
+
+    def _claim(self, results: Results, situation: str) -> JudgedClaim:
+        late = {rule: results.late(_label(situation, rule), "accuracy") for rule in RULES}
+        order = sorted((one for one in RULES if late[one]), key=lambda one: -mean_of(late[one]))
+        best = next(one for one in order if one != ROUNDS)
+        listed = (f"{one} {mean_and_deviation([*late[one].values()])}" for one in order)
+        return JudgedClaim(
+            f"{situation}: the best asynchronous rule is better than rounds after as many updates.",
+            [above(late[best], late[ROUNDS])],
+            f"{', '.join(listed)}.",
+        )
+
+    def panels(self) -> tuple[Panel, ...]:
+        """For each situation, the curves of each family of rules."""
+        return tuple(
+            Panel(
+                f"{situation}: {family}",
+                {rule: _label(situation, rule) for rule in RULES if rule.startswith(names)},
+                x="updates",
+                xlabel="updates",
+                ylabel="test accuracy",
+                ylim=(0.0, 1.0),
+            )
+            for situation in self.situations
+            for family, names in _FAMILIES.items()
+        )
+
+    def experiments(self) -> tuple[Experiment, Experiment]:
+        """The runs that choose the steps, and those that are reported."""
+        return (
+            Experiment(
+                name=f"{self.name}-steps",
+                title=f"The step size of every rule, {self.of}",
+                source="this project's own; experiments/rules.py",
+                base=self.base,
+                cells=self.tried(),
+                repeats=1,
+                compare="last",
+                points=40,
+            ),
+            Experiment(
+                name=self.name,
+                title=f"Every rule with the best of {len(LADDER)} steps, {self.of}",
+                source="this project's own; docs/algorithms.md",
+                base=self.base,
+                cells=self.reported(),
+                first=1,
+                compare="last",
+                points=40,
+                pictures=(
+                    Picture(
+                        "rules.png",
+                        f"{DEVICES} devices, stragglers, {self.of}: accuracy by updates",
+                        self.panels(),
+                        columns=len(_FAMILIES),
+                    ),
+                ),
+                claims=self.claims,
+                notes=(
+                    f"Seeds 1 to 5; the steps were chosen by seed 0 ({self.name}-steps).",
+                    "In the claims, accuracy is the mean over the last third of the measurements.",
+                ),
+            ),
+        )
 
 
 def _label(situation: str, rule: str, step: float | None = None) -> str:
     return f"{situation}: {rule}" + (f", step {step:.4g}" if step is not None else "")
 
 
-def _cell(label: str, situation: str, rule: str, step: float) -> Cell:
-    data, in_flight = _OF[situation]
-    return Cell(label, {**RULES[rule].keys(step, in_flight), **DATA[data]})
+def mnist_cnn(settings: TaskSettings) -> InMemory:
+    """MNIST with a small convolutional network of 7,000 parameters."""
+    from torch import nn
 
+    from fedstream.trainer.images import mnist
+    from fedstream.trainer.in_memory import InMemory
 
-def _tried() -> tuple[Cell, ...]:
-    return tuple(
-        _cell(_label(situation, rule, step), situation, rule, step)
-        for situation in SITUATIONS
-        for rule in RULES
-        for step in _steps(rule)
-    )
-
-
-def _steps(rule: str) -> list[float]:
-    return [RULES[rule].top * part for part in LADDER]
-
-
-def chosen(results: Results) -> dict[str, float]:
-    """The best step of each rule in each situation, by label; only where all five have run."""
-    found = {}
-    for situation, rule in product(SITUATIONS, RULES):
-        late = {
-            step: results.late(_label(situation, rule, step), "accuracy") for step in _steps(rule)
-        }
-        if all(late.values()):
-            found[_label(situation, rule)] = max(late, key=lambda step: mean_of(late[step]))
-    return found
-
-
-def _reported() -> tuple[Cell, ...]:
-    steps: Mapping[str, float] = json.loads(CHOSEN.read_text()) if CHOSEN.is_file() else {}
-    return tuple(
-        _cell(_label(situation, rule), situation, rule, steps[_label(situation, rule)])
-        for situation in SITUATIONS
-        for rule in RULES
-        if _label(situation, rule) in steps
-    )
-
-
-def _order(results: Results, situation: str) -> list[tuple[str, dict[int, float]]]:
-    """The rules that have run, by their mean accuracy late in the run, best first."""
-    found = {
-        rule: results.late(_label(situation, rule), "accuracy")
-        for rule in RULES
-        if results.of(_label(situation, rule))
-    }
-    return sorted(found.items(), key=lambda one: -mean_of(one[1]))
-
-
-def _claims(results: Results) -> list[JudgedClaim]:
-    """In each situation: is any rule better than rounds after as many updates? The rules' order."""
-    found = []
-    for situation in SITUATIONS:
-        order = _order(results, situation)
-        rounds = dict(order).get(ROUNDS, {})
-        [best, *_] = [one for one in order if one[0] != ROUNDS] or [("", {})]
-        listed = ", ".join(f"{rule} {mean_and_deviation([*late.values()])}" for rule, late in order)
-        found.append(
-            JudgedClaim(
-                f"{situation}: the best asynchronous rule is better than rounds after as many "
-                "updates.",
-                [above(best[1], rounds)],
-                f"{listed}.",
-            )
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 28, 28)),
+            *(nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(256, 10)),
         )
-    return found
+
+    task = mnist(settings)
+    shares = [task.device_data(device) for device in range(task.devices)]
+    return InMemory(model, shares, task.test_data())
 
 
-_FAMILIES = {
-    "every update a version": ("fedasync",),
-    "batches": (ROUNDS, "fedbuff", "afa", "scaffold"),
-}
-
-
-def _panels() -> tuple[Panel, ...]:
-    return tuple(
-        Panel(
-            f"{situation}: {family}",
-            {rule: _label(situation, rule) for rule in RULES if rule.startswith(names)},
-            x="updates",
-            xlabel="updates",
-            ylabel="test accuracy",
-            ylim=(0.0, 0.95),
-        )
-        for situation in SITUATIONS
-        for family, names in _FAMILIES.items()
-    )
-
-
-_TASK: KeyValues = {
+_BASE: KeyValues = {
     **BASE,
     "devices.slow_devices": SLOW,
     "devices.slow_factor": 10.0,
     "simulation.threads": 1,
 }
-EXPERIMENTS = (
-    Experiment(
-        name="rules-steps",
-        title="The step size of every rule",
-        source="this project's own; experiments/rules.py",
-        base=_TASK,
-        cells=_tried(),
-        repeats=1,
-        compare="last",
-        points=40,
-    ),
-    Experiment(
-        name="rules",
-        title=f"Every rule, each with the best of {len(LADDER)} steps",
-        source="this project's own; docs/algorithms.md",
-        base=_TASK,
-        cells=_reported(),
-        first=1,
-        compare="last",
-        points=40,
-        pictures=(
-            Picture(
-                "rules.png",
-                f"{DEVICES} devices, stragglers: accuracy by updates",
-                _panels(),
-                columns=len(_FAMILIES),
-            ),
-        ),
-        claims=_claims,
-        notes=("Seeds 1 to 5; the steps were chosen by seed 0 (rules-steps).",),
+STUDIES = (
+    Study("rules", "logistic regression on MNIST", _BASE, in_flight=(20, 80)),
+    Study(
+        "rules-cnn",
+        "a small CNN on MNIST",
+        {**_BASE, "task.name": "experiments.rules:mnist_cnn"},
+        in_flight=(20,),
     ),
 )
+EXPERIMENTS = tuple(one for study in STUDIES for one in study.experiments())
 
 if __name__ == "__main__":
-    found = chosen(Store(STEPS).results())
-    CHOSEN.write_text(json.dumps(found, indent=1) + "\n")
-    sys.stdout.write(f"{len(found)} of {len(SITUATIONS) * len(RULES)} steps: {CHOSEN}\n")
+    for study in STUDIES:
+        sys.stdout.write(f"{study.choose()}\n")
