@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from experiments.choosing import BASE, DEVICES, GAMMA, SLOW, H, K
 from experiments.reproduction import (
@@ -34,10 +35,9 @@ from experiments.reproduction import (
 )
 from experiments.running import Store
 from experiments.showing import mean_and_deviation
-
-if TYPE_CHECKING:
-    from fedstream.trainer.in_memory import InMemory
-    from fedstream.trainer.task import TaskSettings
+from fedstream.trainer.images import mnist
+from fedstream.trainer.in_memory import InMemory
+from fedstream.trainer.task import TaskSettings
 
 UPDATES = 2_000
 FULL = GAMMA * H  # afa-cd's and afa-cs's step with which they move as far as a mean of models
@@ -104,9 +104,9 @@ RULES: dict[str, Rule] = {
         {**_batch("scaffold", 1.5).sets, "solver.kind": "scaffold"}, "strategy.server_lr", 1.5, K
     ),
 }
-DATA: dict[str, KeyValues] = {
-    "Dirichlet .1": {"task.partition.kind": "dirichlet", "task.partition.alpha": 0.1},
-    "one class each": {"task.partition.kind": "classes", "task.partition.p": 1},
+PARTITIONS: dict[str, KeyValues] = {
+    "Dirichlet .1": {"kind": "dirichlet", "alpha": 0.1},
+    "one class each": {"kind": "classes", "p": 1},
 }
 RESULTS = Path(__file__).parent / "results"
 CHOSEN = "steps.json"
@@ -124,12 +124,14 @@ class Study:
     of: str  # the model, for titles
     base: KeyValues
     in_flight: Sequence[int]
+    data: Mapping[str, KeyValues]  # by partition
 
     @property
     def situations(self) -> dict[str, tuple[KeyValues, int]]:
-        """The partition and the tasks in flight, by name."""
+        """The keys of the data and the tasks in flight, by name."""
         return {
-            f"{data}, {n} in flight": (DATA[data], n) for data, n in product(DATA, self.in_flight)
+            f"{name}, {n} in flight": (sets, n)
+            for (name, sets), n in product(self.data.items(), self.in_flight)
         }
 
     @property
@@ -247,12 +249,8 @@ def _label(situation: str, rule: str, step: float | None = None) -> str:
     return f"{situation}: {rule}" + (f", step {step:.4g}" if step is not None else "")
 
 
-def mnist_cnn(settings: TaskSettings) -> InMemory:
-    """MNIST with a small convolutional network of 7,000 parameters."""
-    from torch import nn
-
-    from fedstream.trainer.images import mnist
-    from fedstream.trainer.in_memory import InMemory
+def mnist_cnn(partition: str) -> InMemory:
+    """MNIST with a CNN of 7,498 parameters. The partition is the same in every repeat."""
 
     def model() -> nn.Module:
         return nn.Sequential(
@@ -261,8 +259,9 @@ def mnist_cnn(settings: TaskSettings) -> InMemory:
             *(nn.Flatten(), nn.Linear(256, 10)),
         )
 
-    task = mnist(settings)
-    shares = [task.device_data(device) for device in range(task.devices)]
+    keys = {"name": "mnist", "devices": DEVICES, "partition": PARTITIONS[partition]}
+    task = mnist(TaskSettings.model_validate(keys))
+    shares = [task.device_data(device) for device in range(DEVICES)]
     return InMemory(model, shares, task.test_data())
 
 
@@ -273,12 +272,25 @@ _BASE: KeyValues = {
     "simulation.threads": 1,
 }
 STUDIES = (
-    Study("rules", "logistic regression on MNIST", _BASE, in_flight=(20, 80)),
+    Study(
+        "rules",
+        "logistic regression on MNIST",
+        _BASE,
+        in_flight=(20, 80),
+        data={
+            name: {f"task.partition.{key}": value for key, value in sets.items()}
+            for name, sets in PARTITIONS.items()
+        },
+    ),
     Study(
         "rules-cnn",
         "a small CNN on MNIST",
-        {**_BASE, "task.name": "experiments.rules:mnist_cnn"},
+        {key: value for key, value in _BASE.items() if not key.startswith("task.")},
         in_flight=(20,),
+        data={
+            name: {"task.name": "experiments.rules:mnist_cnn", "task.args.partition": name}
+            for name in PARTITIONS
+        },
     ),
 )
 EXPERIMENTS = tuple(one for study in STUDIES for one in study.experiments())
