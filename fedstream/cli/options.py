@@ -34,6 +34,10 @@ STRATEGIES = (
     "ca2fl",
     "aced",
     "fadas",
+    "ringmaster",
+    "ringleader",
+    "basgd",
+    "aflguard",
 )
 # Tables and keys for commands about a live run; none of them names a program.
 _LIVE = (

@@ -12,11 +12,14 @@ from fedstream.core.layout import Model
 from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
+from fedstream.strategies.aflguard import AflGuardSettings
+from fedstream.strategies.basgd import BasgdSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.cached import AcedSettings, Ca2flSettings
 from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
+from fedstream.strategies.ring import RingleaderSettings, RingmasterSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -28,6 +31,8 @@ __all__ = [
     "AcedSettings",
     "AfaCdSettings",
     "AfaCsSettings",
+    "AflGuardSettings",
+    "BasgdSettings",
     "Batch",
     "Ca2flSettings",
     "Decision",
@@ -39,6 +44,8 @@ __all__ = [
     "Memory",
     "Mixing",
     "Model",
+    "RingleaderSettings",
+    "RingmasterSettings",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",
@@ -69,6 +76,10 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "ca2fl": Ca2flSettings,
         "aced": AcedSettings,
         "fadas": FadasSettings,
+        "ringmaster": RingmasterSettings,
+        "ringleader": RingleaderSettings,
+        "basgd": BasgdSettings,
+        "aflguard": AflGuardSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",
