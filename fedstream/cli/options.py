@@ -36,6 +36,8 @@ STRATEGIES = (
     "fadas",
     "ringmaster",
     "ringleader",
+    "basgd",
+    "aflguard",
 )
 # Tables and keys for commands about a live run; none of them names a program.
 _LIVE = (

@@ -228,6 +228,22 @@ class PrivacyLoss:
 
 
 @dataclass(frozen=True)
+class StepSize:
+    """The length of the rule's steps, which adapts."""
+
+    key: str  # of the rate in the strategy
+    rate: float  # as it is now
+    scale: float  # of the configured rate
+
+    def __str__(self) -> str:
+        return f"{self.rate:.4g}, adapted by {self.scale:.4g}"
+
+    @classmethod
+    def parsed(cls, data: bytes) -> Self:
+        return cls(**msgpack.unpackb(data))
+
+
+@dataclass(frozen=True)
 class Head:
     """The newest version, and further state of the updater."""
 
@@ -244,6 +260,7 @@ class Head:
     quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
     encoded: Encoded | None = None  # description of an encoded blob; None: the model's own bytes
     privacy: PrivacyLoss | None = None  # None: no private batch has ended
+    step: StepSize | None = None  # None: the rule does not adapt
 
     @property
     def spent(self) -> frozenset[int]:
@@ -287,6 +304,7 @@ class Head:
             else NO_QUARANTINES,
             encoded=_encoded(record),
             privacy=PrivacyLoss.parsed(record["privacy"]) if "privacy" in record else None,
+            step=StepSize.parsed(record["step"]) if "step" in record else None,
         )
 
 
@@ -515,6 +533,7 @@ class Commit:
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before
     privacy: PrivacyLoss | None = None  # None: unchanged
+    step: StepSize | None = None  # None: the rule does not adapt
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from fedstream.journal.records import (
     RoundClosed,
     SegmentHead,
     Standing,
+    StepScaled,
     SumOpened,
     Taken,
     is_used,
@@ -61,12 +62,13 @@ def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None
     here, elsewhere, numbers = segment.standing.here, segment.elsewhere, segment.standing.numbers
     if not (here or elsewhere or numbers):
         return None
-    vectors = strategy.vectors(segment.layout.parameters)
+    vectors = strategy.vectors(strategy.span(segment.layout))
     vectors.numbers.update(numbers)
-    if vectors.numbers and max(vectors.numbers) >= vectors.devices:
+    most = vectors.devices + len(vectors.names)
+    if vectors.numbers and max(vectors.numbers) >= most:
         raise JournalDamaged(
-            f"{segment.standing_record.place.where}: has a number of device "
-            f"{max(vectors.numbers)}, but the strategy remembers {vectors.devices}"
+            f"{segment.standing_record.place.where}: has an integer of vector "
+            f"{max(vectors.numbers)}, but the strategy has {most} vectors"
         )
     wanted: dict[str, set[int]] = {}
     for device, name in elsewhere.items():
@@ -136,6 +138,8 @@ def standing_of(
             "sums": progress.sums,
             "dropped": progress.dropped,
             "recent": progress.recent,
+            "scale": progress.scale,
+            "scaled_at": progress.scaled_at,
             **more,
         }
     )
@@ -192,6 +196,8 @@ class Rebuild:
             said.sums,
             said.dropped,
             said.recent,
+            said.scale,
+            said.scaled_at,
         )
         self.strategy = strategy
         self.format = format_in(segment)
@@ -252,6 +258,8 @@ class Rebuild:
                 spare,
                 weight=message.weight,
             )
+        elif isinstance(message, StepScaled):
+            step = Step(replace(before, scale=message.scale, scaled_at=message.at))
         else:
             step = Step(before)
         self.progress = step.after
@@ -331,7 +339,8 @@ class Rebuild:
         """The rule's weight for a recorded update, computed on this machine."""
         upload = message.upload
         version = upload.since + message.staleness  # the newest one when it arrived
-        return self.strategy.weigh(version, upload.since, upload.samples)
+        rule = self.strategy.scaled(self.progress.scale)
+        return rule.weigh(version, upload.since, upload.samples)
 
 
 def rule_of(segment: Segment) -> Strategy:

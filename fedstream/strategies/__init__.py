@@ -12,6 +12,8 @@ from fedstream.core.layout import Model
 from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
+from fedstream.strategies.aflguard import AflGuardSettings
+from fedstream.strategies.basgd import BasgdSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
 from fedstream.strategies.cached import AcedSettings, Ca2flSettings
 from fedstream.strategies.fadas import FadasSettings
@@ -29,6 +31,8 @@ __all__ = [
     "AcedSettings",
     "AfaCdSettings",
     "AfaCsSettings",
+    "AflGuardSettings",
+    "BasgdSettings",
     "Batch",
     "Ca2flSettings",
     "Decision",
@@ -74,6 +78,8 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "fadas": FadasSettings,
         "ringmaster": RingmasterSettings,
         "ringleader": RingleaderSettings,
+        "basgd": BasgdSettings,
+        "aflguard": AflGuardSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",

@@ -59,7 +59,7 @@ class _Stateful(Section):
     ) -> None:
         """Write the next parameters into ``into``: D = total / n, eta = rate.
 
-        All have the same shape; ``into`` may be ``total``.
+        All have the same shape, but the vectors may be longer; ``into`` may be ``total``.
         """
         is_new = self.vectors[-1] not in vectors
         own = [vectors.write(name) for name in self.vectors]
@@ -68,7 +68,7 @@ class _Stateful(Section):
         share, eta = np.float32(1.0 / n), np.float32(rate)
         with np.errstate(over="ignore"):  # squares above float32's range count as its largest
             for begin in range(0, x.size, BLOCK):
-                part = slice(begin, begin + BLOCK)
+                part = slice(begin, min(begin + BLOCK, x.size))
                 way = self.direction(total[part] * share, *(vector[part] for vector in own))
                 np.multiply(way, eta, out=way)
                 np.add(x[part], way, out=into[part])

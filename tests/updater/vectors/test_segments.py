@@ -31,7 +31,7 @@ from tests.support import layout_of, model_of
 from tests.updater.states import head_of, upload_of
 from tests.updater.vectors.twin import (
     AFA_CS,
-    BOTH,
+    EACH,
     FIRST,
     SCAFFOLD,
     SECOND,
@@ -92,7 +92,7 @@ class Kept:
         await self.recorder.append([(self.twin.take(upload, values), [model])])
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("keep", [1, 3])
 async def test_retained_segments_can_be_rebuilt_and_replayed(
     keep: int, folder: Path, rule: Strategy
@@ -226,7 +226,7 @@ async def test_integer_of_an_unknown_device_is_located(folder: Path) -> None:
         on_disk(folder)
 
 
-@BOTH
+@EACH
 def test_missing_segment_is_named_with_its_dependant(folder: Path, rule: Strategy) -> None:
     two(folder, rule)
     (folder / FIRST).unlink()  # nobody needs it: it began with nothing
@@ -240,12 +240,12 @@ def test_missing_segment_is_named_with_its_dependant(folder: Path, rule: Strateg
     )
 
 
-@BOTH
+@EACH
 def test_damaged_vector_is_located(folder: Path, rule: Strategy) -> None:
     two(folder, rule)
     with Segment(folder / SECOND) as segment:
         found = {message.device: record for record, message in segment.vectors()}
-    assert [*found] == [0, 1, 2, 3]
+    assert [device for device in found if device < M] == [0, 1, 2, 3]
     data = bytearray((folder / SECOND).read_bytes())
     data[found[2].payload + 5] ^= 1
     (folder / SECOND).write_bytes(data)
