@@ -50,7 +50,7 @@ class Stepping(Strategy):
 
     @abstractmethod
     def is_complete(self, memory: Memory, device: int) -> bool:
-        """Whether the memory, now with an update of ``device``, makes the next version."""
+        """Whether the memory makes a version, now that it has an update of ``device``."""
 
     @property
     def vector_names(self) -> tuple[str, ...]:
