@@ -1,4 +1,4 @@
-"""Rules that resist attackers: known answers, what they keep, whom they name, what they withstand."""
+"""Rules that resist attackers: known answers, what they keep, and whom they name."""
 
 from __future__ import annotations
 
