@@ -282,3 +282,64 @@ def test_an_update_far_from_the_root_is_named_but_no_stale_one() -> None:
 def test_scaffold_refuses_to_clip() -> None:
     with pytest.raises(ValidationError, match=r"c_i\+ - c_i belongs to all of it"):
         ScaffoldSettings(clip=1.0)
+
+
+# attacks: 10 devices with targets near each other, of which devices 3 and 7 attack
+
+
+def target(device: int) -> Vector:
+    """The point to which a device's training leads: all are near (1, ..., 1)."""
+    return 1 + 0.2 * np.random.default_rng([1, device]).standard_normal(WIDTH)
+
+
+OPTIMUM = np.mean([target(device) for device in range(10)], axis=0)
+ATTACKS: dict[str, Callable[[Vector, Vector], Vector]] = {
+    "none": lambda honest, _: honest,
+    "flip": lambda honest, _: -honest,
+    "scaled": lambda honest, _: -10 * honest,
+    "shift": lambda honest, deviation: honest - 1.5 * deviation,  # A Little Is Enough
+}
+
+
+def distance_after(rule: Strategy, attack: str, seed: int, n: int = 250) -> float:
+    """How far the model ends from the mean of all targets; it begins at 0."""
+    rng, rule = np.random.default_rng(seed), rule.build(10)
+    now = State(0, Model(layout_of(WIDTH)))
+    now.model.floats[:] = 0.0
+    deviation = np.std([0.2 * target(device) for device in range(10)], axis=0)
+    history = [now.model.parameters.copy()]
+    for _ in range(n // 10):
+        for device in rng.permutation(10).tolist():
+            tau = max(0, now.version - int(rng.integers(0, 3)))
+            honest = 0.2 * (target(device) - history[tau] + 0.1 * rng.standard_normal(WIDTH))
+            delta = ATTACKS[attack](honest, deviation) if device in (3, 7) else honest
+            now, _ = receive(rule, now, device, *delta, tau=tau)
+            if now.version == len(history):
+                history.append(now.model.parameters.copy())
+    return float(np.linalg.norm(history[-1] - OPTIMUM))
+
+
+@pytest.mark.parametrize("attack", ["flip", "scaled", "shift"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FedBuffSettings(buffer_size=10, aggregate="median"),
+        FedBuffSettings(buffer_size=10, aggregate="geometric median"),
+        FedBuffSettings(buffer_size=10, clip=0.2),
+        BasgdSettings(buckets=10, aggregate="median"),
+        BasgdSettings(buckets=10),
+        AflGuardSettings(root=(0,), server_lr=0.1),
+    ],
+    ids=repr,
+)
+def test_two_of_ten_attackers_do_little(rule: Strategy, attack: str) -> None:
+    """The end is near that of the mean without attackers, 2.6 from where the run began."""
+    plain = FedBuffSettings(buffer_size=10)
+    for seed in range(2):
+        assert distance_after(rule, attack, seed) < distance_after(plain, "none", seed) + 0.5
+
+
+def test_two_of_ten_attackers_ruin_a_mean() -> None:
+    plain = FedBuffSettings(buffer_size=10)
+    assert distance_after(plain, "none", 0) < 0.2
+    assert distance_after(plain, "scaled", 0) > 1000
