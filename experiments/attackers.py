@@ -4,8 +4,8 @@
         --set 'task.args={data="mnist", devices=100, attack="flip", share=0.2}'
 
 The data is that of a built-in task, split over ``devices`` by ``partition``, a table as
-``task.partition``. A share of the devices, drawn from ``seed``, attacks. With x_tau the model that an
-attacker gets, and D the update that its training would make, it sends
+``task.partition``. A share of the devices, drawn from ``seed``, attacks. Where its training would
+make the update D = x_new - x_tau, an attacker sends
 
     none      D
     labels    D after training on class numbers c replaced by C - 1 - c

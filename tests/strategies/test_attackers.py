@@ -342,4 +342,4 @@ def test_two_of_ten_attackers_do_little(rule: Strategy, attack: str) -> None:
 def test_two_of_ten_attackers_ruin_a_mean() -> None:
     plain = FedBuffSettings(buffer_size=10)
     assert distance_after(plain, "none", 0) < 0.2
-    assert distance_after(plain, "scaled", 0) > 1000
+    assert distance_after(plain, "scaled", 0) > 100
