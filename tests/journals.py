@@ -43,6 +43,8 @@ from fedstream.strategies import (
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
+    RingleaderSettings,
+    RingmasterSettings,
     ScaffoldSettings,
     State,
     Strategy,
@@ -360,6 +362,8 @@ def write_golden() -> None:
         Ca2flSettings(buffer_size=3, server_lr=0.5),
         AcedSettings(max_age=4),
         FadasSettings(buffer_size=3, delay_adaptive="code"),
+        RingmasterSettings(max_staleness=3),
+        RingleaderSettings(devices=3),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
@@ -398,7 +402,8 @@ def write_golden() -> None:
         for n in range(12):
             late = n % 4 // 3 if rule.name == "fedavg" else n % 5
             # The others of the same run send float32.
-            scribe.update(late=late, format=how if n % 4 else "f32")
+            device = (0, 0, 1, 2, 2, 0)[n % 6] if rule.name == "ringleader" else None
+            scribe.update(device, late=late, format=how if n % 4 else "f32")
             if n == 4:
                 scribe.refuse()
             if n == 6:

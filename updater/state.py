@@ -18,6 +18,7 @@ from fedstream.core.records import (
     Head,
     Quarantines,
     Run,
+    StepSize,
     counted,
     without,
 )
@@ -53,9 +54,15 @@ class Change:
         if self.event is not None:
             yield self.event
         if (record := self.record) is not None:
-            about = {"service": "updater", "time": record.time, "version": record.version}
             for device in self.suspects:
-                yield Event(what="suspect", device=device, text="its update stands out", **about)
+                yield Event(
+                    what="suspect",
+                    service="updater",
+                    time=record.time,
+                    version=record.version,
+                    device=device,
+                    text="its update stands out",
+                )
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""
@@ -149,6 +156,13 @@ class Ends:
     def copy(self) -> Ends:
         """A copy with the journalled ends only, to which other ends can be added."""
         return Ends(self.index, self.done, self.controls)
+
+
+def step_size(rule: Strategy, progress: Progress) -> StepSize | None:
+    """The length of the rule's steps; None if it does not adapt."""
+    if rule.adapt is None:
+        return None
+    return StepSize(rule.step_key, rule.step_rate * progress.scale, progress.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

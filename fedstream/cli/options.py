@@ -34,6 +34,8 @@ STRATEGIES = (
     "ca2fl",
     "aced",
     "fadas",
+    "ringmaster",
+    "ringleader",
     "basgd",
     "aflguard",
 )

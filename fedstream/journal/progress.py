@@ -55,6 +55,8 @@ class Progress:
     sums: int = 0  # that were opened
     dropped: int = 0
     recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
+    scale: float = 1.0  # of the rule's step, if it adapts
+    scaled_at: int = 0  # the version up to which updates decided on it
 
     @property
     def in_sum(self) -> tuple[Contribution, ...]:
@@ -92,6 +94,7 @@ def take(
 
     Raises ConfigError if a user's rule raises or breaks the contract of rules.
     """
+    strategy = strategy.scaled(before.scale)
     update = Update(
         model=model,
         tau=upload.since,
@@ -149,7 +152,7 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
         state = strategy.drop_round(before.state)
         return Step(replace(before, state=state, held=(), sealed=()))
     with _asking(strategy, "end_round"):
-        state = strategy.end_round(before.state)
+        state = strategy.scaled(before.scale).end_round(before.state)
         wrong = state.version not in (version, version + 1)
     if wrong:
         raise ConfigError(

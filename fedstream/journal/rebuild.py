@@ -34,6 +34,7 @@ from fedstream.journal.records import (
     RoundClosed,
     SegmentHead,
     Standing,
+    StepScaled,
     SumOpened,
     Taken,
     is_used,
@@ -137,6 +138,8 @@ def standing_of(
             "sums": progress.sums,
             "dropped": progress.dropped,
             "recent": progress.recent,
+            "scale": progress.scale,
+            "scaled_at": progress.scaled_at,
             **more,
         }
     )
@@ -193,6 +196,8 @@ class Rebuild:
             said.sums,
             said.dropped,
             said.recent,
+            said.scale,
+            said.scaled_at,
         )
         self.strategy = strategy
         self.format = format_in(segment)
@@ -253,6 +258,8 @@ class Rebuild:
                 spare,
                 weight=message.weight,
             )
+        elif isinstance(message, StepScaled):
+            step = Step(replace(before, scale=message.scale, scaled_at=message.at))
         else:
             step = Step(before)
         self.progress = step.after
@@ -332,7 +339,8 @@ class Rebuild:
         """The rule's weight for a recorded update, computed on this machine."""
         upload = message.upload
         version = upload.since + message.staleness  # the newest one when it arrived
-        return self.strategy.weigh(version, upload.since, upload.samples)
+        rule = self.strategy.scaled(self.progress.scale)
+        return rule.weigh(version, upload.since, upload.samples)
 
 
 def rule_of(segment: Segment) -> Strategy:

@@ -110,6 +110,10 @@ class Settings(Section):
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
+        if strategy.cancel_stale and strategy.max_staleness is None:
+            raise ValueError(
+                "strategy.cancel_stale = true without a limit: also set strategy.max_staleness"
+            )
         self._check_solvers()
         if self.strategy.sends == "model" and self.wire.of_updates.of_changes:
             raise ValueError(
@@ -150,6 +154,11 @@ class Settings(Section):
                 f"scheduler.rest_s = {self.scheduler.rest_s:g} with scheduler.policy.kind = "
                 f"{policy.kind!r}: devices that trigger themselves decide when they rest; leave it "
                 "out"
+            )
+        if strategy.adapt is not None and not self.journal.weights:
+            raise ValueError(
+                "strategy.adapt with journal.weights = false: the newest updates are mixed in "
+                "again from the journal: leave out journal.weights"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):
@@ -197,6 +206,11 @@ class Settings(Section):
             raise ValueError(
                 f"strategy.max_staleness = {rule.max_staleness} with scheduler.policy.kind = "
                 "'rounds': rounds drop late answers anyway; leave it out"
+            )
+        if rule.cancel_stale:
+            raise ValueError(
+                "strategy.cancel_stale = true with scheduler.policy.kind = 'rounds': rounds end "
+                "their tasks anyway; leave it out"
             )
 
     @property

@@ -19,6 +19,7 @@ from fedstream.strategies.cached import AcedSettings, Ca2flSettings
 from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
+from fedstream.strategies.ring import RingleaderSettings, RingmasterSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -43,6 +44,8 @@ __all__ = [
     "Memory",
     "Mixing",
     "Model",
+    "RingleaderSettings",
+    "RingmasterSettings",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",
@@ -73,6 +76,8 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "ca2fl": Ca2flSettings,
         "aced": AcedSettings,
         "fadas": FadasSettings,
+        "ringmaster": RingmasterSettings,
+        "ringleader": RingleaderSettings,
         "basgd": BasgdSettings,
         "aflguard": AflGuardSettings,
     },

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -38,6 +38,8 @@ class Stepping(Strategy):
     than versions and samples; and by ``is_complete`` when a version is made.
     """
 
+    step_key: ClassVar[str] = "server_lr"
+
     server_lr: Annotated[float, Field(gt=0)] = 1.0
     """the step along the batch's mean"""
     # Left out while it is the default, so that earlier releases read the run.
@@ -47,8 +49,8 @@ class Stepping(Strategy):
     """S, the length to which a longer x_new - x_tau is shortened"""
 
     @abstractmethod
-    def is_complete(self, memory: Memory) -> bool:
-        """Whether the memory has all updates of the next version."""
+    def is_complete(self, memory: Memory, device: int) -> bool:
+        """Whether the memory makes a version, now that it has an update of ``device``."""
 
     @property
     def vector_names(self) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ class Stepping(Strategy):
         memory = replace(memory, stalest=max(state.memory.stalest, d))
         grown = State(state.version, state.model, memory)
         suspects = {memory.arrivals - 1} if kept * robust.STANDS_OUT < 1 else set[int]()
-        if not self.is_complete(memory):
+        if not self.is_complete(memory, update.device):
             return grown, Decision("buffered", weight, d, suspects=tuple(suspects))
         suspects.update(self.combine(grown))
         after = self.step(grown, None if memory.model is spare else spare)
@@ -163,7 +165,7 @@ class Batch(Stepping):
         """The number of updates in a version."""
         return self.buffer_size
 
-    def is_complete(self, memory: Memory) -> bool:
+    def is_complete(self, memory: Memory, device: int) -> bool:
         """Whether K updates have arrived."""
         return memory.arrivals >= self.buffer_size
 

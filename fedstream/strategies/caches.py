@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Self
 
 import numpy as np
@@ -42,7 +43,7 @@ class Caching(Batch):
         """Begin with the sum of the caches, in case the sum itself was lost."""
         super().begin(total, vectors)
         if vectors is not None:
-            _sum(vectors, total)
+            add_up(vectors, vectors.heard, total)
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
@@ -63,17 +64,22 @@ class Caching(Batch):
         vectors = self.move(state, self.divisor(state), into=made)
         made.buffers[:] = total.buffers
         count(x, total, into=made)
-        if vectors is not None and (state.version + 1) % max(_SUMMED_ANEW, vectors.devices) == 0:
-            _sum(vectors, total)
+        if vectors is not None:
+            self.sum_anew(state.version + 1, vectors, total)
         return State(state.version + 1, made, Memory(total, devices=vectors))
+
+    def sum_anew(self, version: int, vectors: DeviceVectors, total: Model) -> None:
+        """Recompute the sum after some versions, ``version`` among them."""
+        if version % max(_SUMMED_ANEW, vectors.devices) == 0:
+            add_up(vectors, vectors.heard, total)
 
     def divisor(self, state: State) -> int:
         """The number by which :meth:`move` divides the sum: M."""
         return self.devices or 1
 
 
-def _sum(vectors: DeviceVectors, total: Model) -> None:
-    """Recompute the sum over all devices, in the order of their numbers."""
+def add_up(vectors: DeviceVectors, devices: Iterable[int], total: Model) -> None:
+    """Compute the sum over ``devices``, in the order of their numbers."""
     total.parameters[:] = 0.0
-    for device in sorted(vectors.heard):
+    for device in sorted(devices):
         add(total.parameters, vectors[device], 1.0, into=total.parameters)

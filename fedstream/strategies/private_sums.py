@@ -68,6 +68,7 @@ class PrivateSums(Strategy):
         return cls.model_construct(
             name=rule.name,
             max_staleness=limit,
+            cancel_stale=rule.cancel_stale,
             rule=rule,
             terms=terms,
         )

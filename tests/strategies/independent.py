@@ -134,6 +134,49 @@ def fadas(
     return found
 
 
+def ringmaster(
+    x0: Vector, arrivals: Sequence[Arrival], *, threshold: int, rate: float, bug: str = ""
+) -> list[Vector]:
+    """Ringmaster: x += rate Delta for every arrival with t - tau < threshold."""
+    x, t, found = x0.copy(), 0, list[Vector]()
+    for arrival in arrivals:
+        d = t - arrival.tau
+        if d < threshold or (bug == "one version more" and d == threshold):
+            x, t = x + rate * arrival.delta, t + 1
+        found.append(x)
+    return found
+
+
+def ringleader(
+    x0: Vector, arrivals: Sequence[Arrival], *, devices: int, rate: float, bug: str = ""
+) -> list[Vector]:
+    """Ringleader: every version x += rate times the mean over devices of each one's mean delta.
+
+    Phase 1 collects deltas until all devices have one; phase 2 makes a version with one delta more
+    of each, and keeps what else they send for the next round.
+    """
+    x, found = x0.copy(), list[Vector]()
+    table = {device: list[Vector]() for device in range(devices)}
+    later = {device: list[Vector]() for device in range(devices)}
+    waiting: set[int] = set()  # devices without a version, in phase 2
+    for arrival in arrivals:
+        i, in_phase_2 = arrival.device, bool(waiting)
+        if bug == "no second table" or not in_phase_2 or i in waiting:
+            table[i].append(arrival.delta)
+        elif bug != "what comes too early is dropped":
+            later[i].append(arrival.delta)
+        if not in_phase_2 and all(table.values()):
+            waiting = set(range(devices))
+        if i in waiting:
+            means = [np.mean(deltas, axis=0) for deltas in table.values()]
+            if bug == "mean over all deltas":
+                means = [delta for deltas in table.values() for delta in deltas]
+            x = x + rate * np.mean(means, axis=0)
+            waiting.discard(i)
+            if not waiting:
+                table, later = later, {device: list[Vector]() for device in range(devices)}
+
+
 def middle(how: str, vectors: Sequence[Vector]) -> Vector:
     """The mean, the median of each coordinate, or 16 steps of Weiszfeld's algorithm from there."""
     if how == "mean":

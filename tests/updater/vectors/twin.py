@@ -19,6 +19,7 @@ from fedstream.strategies import (
     AfaCsSettings,
     Ca2flSettings,
     DeviceVectors,
+    FadasSettings,
     FedBuffSettings,
     ScaffoldSettings,
     State,
@@ -33,6 +34,7 @@ AFA_CS = AfaCsSettings(buffer_size=2, server_lr=0.5)
 SCAFFOLD = ScaffoldSettings(buffer_size=2)
 CA2FL = Ca2flSettings(buffer_size=2)
 ACED = AcedSettings(buffer_size=2, max_age=2)
+FADAS = FadasSettings(buffer_size=2, tau_c=0, delay_adaptive="code")
 ADAM = FedBuffSettings(buffer_size=2, server=Adam())
 EACH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD, CA2FL, ACED], ids=lambda rule: rule.name)
 FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
