@@ -58,6 +58,10 @@ class AflGuardSettings(FedBuffSettings):
             )
         return self
 
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an update, as if none were refused; a root device's completes nothing."""
+        return device not in self.root and super().completes(arrived, device)
+
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Keep a root device's update; let FedBuff take another one, if it is near enough."""
         d = state.version - update.tau
