@@ -38,15 +38,6 @@ def check(key: str, place: Processor) -> None:
         )
 
 
-def has_bfloat16(place: Processor) -> bool:
-    """Whether a processor computes in bfloat16 by its own instructions (AVX-512, AMX; a GPU)."""
-    import torch
-
-    # Private, but torch is pinned to one release.
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
-    return place == "cuda" or supported
-
-
 def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
     """Move a TensorDataset to ``place``; return other data unchanged, for the loss to move."""
     from torch.utils.data import TensorDataset

@@ -207,7 +207,7 @@ class Commits:
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self.publisher.outlived(publish[-1].size) if publish else (),
-            events=[change.event for change in changes if change.event is not None],
+            events=[event for change in changes for event in change.events()],
             finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,
@@ -280,6 +280,8 @@ class Commits:
         if reply.what != "created":
             await pause(self.context.stop, _LOST_S)
             return None
+        if self.sums is not None:
+            self.sums.renew_key()
         await self.publisher.look()
         return state.counted(reply.counts, state.journalled).agreeing(epoch)
 

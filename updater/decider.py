@@ -197,7 +197,9 @@ class Decider:
             before = state.progress.with_sizes(counted)
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return self._refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
+            reason = step.decision.reason if step.decision else reasons.TOO_STALE
+            refused = self._refuse(entry, upload, state, reason, counted, unused)
+            return replace(refused, suspects=step.suspects)
         version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,
@@ -225,6 +227,7 @@ class Decider:
             finish,
             given=payload,
             used=(before.state.model, *unused),
+            suspects=step.suspects,
         )
 
     def _refuse(

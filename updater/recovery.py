@@ -450,6 +450,7 @@ class Recovery:
             seed=head.seed,
             created=head.created,
             max_staleness=strategy.max_staleness,
+            cancel_stale=strategy.cancel_stale,
             sends=strategy.sends,
             by_steps=strategy.by_steps,
             lineage=head.lineage,

@@ -47,6 +47,16 @@ class Change:
     used: tuple[Payload, ...] = ()  # payloads read or written: models, the received update
     given: Payload | None = None  # the version's published payload
     event: Event | None = None  # told with the commit
+    suspects: tuple[int, ...] = ()  # devices with updates that stand out
+
+    def events(self) -> Iterator[Event]:
+        """The events that the commit tells."""
+        if self.event is not None:
+            yield self.event
+        if (record := self.record) is not None:
+            about = {"service": "updater", "time": record.time, "version": record.version}
+            for device in self.suspects:
+                yield Event(what="suspect", device=device, text="its update stands out", **about)
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""

@@ -63,6 +63,7 @@ class Run:
     seed: int
     created: float  # seconds since 1970
     max_staleness: int | None = None
+    cancel_stale: bool = False  # whether tasks are given up once their updates would be staler
     sends: Sends = "model"  # the content of updates
     by_steps: bool = False  # whether updates are divided by their local steps and learning rate
     lineage: str = ""  # the journal's id for this line of versions
@@ -123,6 +124,7 @@ class Run:
             seed=int(record["seed"]),
             created=float(record["created"]),
             max_staleness=None if number is None else int(number),
+            cancel_stale=record.get("cancel_stale") == b"True",
             sends="delta" if record.get("sends") == b"delta" else "model",
             by_steps=record.get("by_steps") == b"True",
             lineage=record["lineage"].decode(),

@@ -127,6 +127,7 @@ class Standing(Message):
     here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
     again: tuple[Count, ...] = ()  # those that did not change, but whose segment was deleted
     elsewhere: tuple[tuple[Count, SegmentName], ...] = ()  # where the others' vectors are
+    numbers: tuple[tuple[Count, Count], ...] = ()  # of devices, in the strategy's order
     quarantines: Count = 0  # control entries that changed a quarantine, up to here
     quarantined: tuple[Quarantine, ...] = ()
     evaluation: str = ""  # the newest evaluation on the devices that has a record

@@ -220,6 +220,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         seed=settings.run.seed,
         created=0.0,  # set by the updater
         max_staleness=rule.max_staleness,
+        cancel_stale=rule.cancel_stale,
         sends=rule.sends,
         by_steps=rule.by_steps,
         start=start,

@@ -534,6 +534,10 @@ class _Simulation:
             return
         spare = self._spare()
         step = take(rule, before, upload, update, spare)
+        if step.decision is not None and step.decision.outcome == "dropped":
+            self._refuse(upload, step.decision.reason, arrival.time, sizes)
+            self._release(update, spare)
+            return
         self._streak = 0
         self._in_a_row.clear()
         self._failing.pop(arrival.device, None)

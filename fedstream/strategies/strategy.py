@@ -16,7 +16,8 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fedstream.core.layout import Model
+from fedstream.core import reasons
+from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Sends
 from fedstream.runtime.config import NamedSettings
 from fedstream.strategies.adapt import Adapt
@@ -56,6 +57,7 @@ class Memory:
     devices: DeviceVectors | None = None
     closed: bool = False  # a private batch that takes no more updates, as its round has ended
     opened: int = 0  # buckets of the next private version whose sums are among the vectors
+    stalest: int = 0  # the largest staleness of the updates, in a `Batch`
 
     def copy(self, into: Model | None = None) -> Memory:
         """A deep copy; the sum is copied into ``into``, if given."""
@@ -95,6 +97,12 @@ class Decision:
     outcome: Literal["applied", "buffered", "dropped"]
     weight: float
     staleness: int
+    reason: str = reasons.TOO_STALE
+    """why the update is refused, if it is dropped: one of ``reasons.REFUSED``"""
+    suspects: tuple[int, ...] = ()
+    """the places, from 0, of updates that stand out among those of the next version"""
+    is_reference: bool = False
+    """whether the update stays in the rule's memory to judge others, and goes into no version"""
 
 
 class Strategy(NamedSettings):
@@ -128,6 +136,8 @@ class Strategy(NamedSettings):
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Staler updates are dropped."""
     # Left out while it is the default, so that earlier releases read the run.
+    cancel_stale: Annotated[bool, Field(exclude_if=lambda cancels: not cancels)] = False
+    """Whether a task is given up as soon as its update would be staler."""
     adapt: Annotated[Adapt | None, Field(exclude_if=lambda one: one is None)] = None
     """How the length of a step is adapted; None: it stays as configured."""
 
@@ -168,8 +178,12 @@ class Strategy(NamedSettings):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors in the rule's memory, each as long as the parameters."""
+        """The names of the vectors in the rule's memory, each of :meth:`span` values."""
         return ()
+
+    def span(self, layout: Layout) -> int:
+        """The length of the rule's vectors: by default as many values as parameters."""
+        return layout.parameters
 
     def vectors(self, floats: int) -> DeviceVectors:
         """All vectors that the rule keeps, of ``floats`` elements, as at the run's beginning."""
@@ -223,6 +237,17 @@ class Strategy(NamedSettings):
     def end_round(self, state: State) -> State:
         """End the round: make the next version of the arrived updates, if any."""
         return state
+
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an arriving update of ``device``, and return whether it completes a version.
+
+        ``arrived``: the count so far, at first empty, by device. For plans, which know no models.
+        """
+        arrived[device] = arrived.get(device, 0) + 1
+        if sum(arrived.values()) < self.batch:
+            return False
+        arrived.clear()
+        return True
 
     def is_due(self, state: State) -> bool:
         """Whether a batch of masked updates is complete, so that its sum can be opened."""
