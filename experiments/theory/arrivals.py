@@ -13,7 +13,6 @@ from experiments.theory.sgd import Whole, Wide
 _BLOCK = 2048  # batches drawn at once, over all runs
 
 
-
 class DrawnArrival(NamedTuple):
     """One answer in each run, (runs,) each; (1,) each where all runs have the same arrivals."""
 
