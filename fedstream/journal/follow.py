@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from fedstream.journal.chain import segments
@@ -40,7 +40,7 @@ class FollowedJournal:
         """Close the file."""
         self._segment.close()
 
-    def made(self) -> Iterator[Progress]:
+    def made(self) -> Generator[Progress]:
         """Follow the records that were written since, and yield the run after each new version.
 
         ``rebuild`` has the run after the last record. Raises JournalError where the journal goes on
