@@ -232,7 +232,9 @@ class Attempt:
         shared.failures.trained()
         # If told to stop now, answer at once rather than lose the trained model.
         left_s = simulated.latency_s - self.seconds
-        await self._device_time(left_s, lambda: self._lost.is_set() or self._is_late() or self._is_stale)
+        await self._device_time(
+            left_s, lambda: self._lost.is_set() or self._is_late() or self._is_stale
+        )
         return self._upload(start, work, learned)
 
     async def _start(self) -> Start:

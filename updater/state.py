@@ -54,9 +54,15 @@ class Change:
         if self.event is not None:
             yield self.event
         if (record := self.record) is not None:
-            about = {"service": "updater", "time": record.time, "version": record.version}
             for device in self.suspects:
-                yield Event(what="suspect", device=device, text="its update stands out", **about)
+                yield Event(
+                    what="suspect",
+                    service="updater",
+                    time=record.time,
+                    version=record.version,
+                    device=device,
+                    text="its update stands out",
+                )
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""

@@ -56,7 +56,7 @@ class BasgdSettings(Stepping):
         """s(d)."""
         return self.staleness(version - tau)
 
-    def is_complete(self, memory: Memory) -> bool:
+    def is_complete(self, memory: Memory, device: int) -> bool:
         """Whether no bucket is empty."""
         return memory.devices is not None and len(memory.devices.numbers) == self.buckets
 

@@ -49,8 +49,8 @@ class Stepping(Strategy):
     """S: a longer delta is shortened to S min(1, S / |x_new - x_tau|)"""
 
     @abstractmethod
-    def is_complete(self, memory: Memory) -> bool:
-        """Whether the memory has all updates of the next version."""
+    def is_complete(self, memory: Memory, device: int) -> bool:
+        """Whether the memory makes a version, now that it has an update of ``device``."""
 
     @property
     def vector_names(self) -> tuple[str, ...]:
@@ -100,10 +100,6 @@ class Stepping(Strategy):
         """The share of a delta's length that clipping keeps: 1, or S / |x_new - x_tau|."""
         length = robust.norm(update.model.parameters) if self.clip is not None else 0.0
         return 1.0 if self.clip is None or length <= self.clip else self.clip / length
-
-    def is_complete(self, memory: Memory, device: int) -> bool:
-        """Whether the sum makes a version, now that it has an update of ``device``."""
-        return memory.arrivals >= self.buffer_size
 
     def _grown(self, memory: Memory, update: Update, factor: float, spare: Model) -> Memory:
         """The memory with one more update in its sum."""
@@ -169,7 +165,7 @@ class Batch(Stepping):
         """The number of updates in a version."""
         return self.buffer_size
 
-    def is_complete(self, memory: Memory) -> bool:
+    def is_complete(self, memory: Memory, device: int) -> bool:
         """Whether K updates have arrived."""
         return memory.arrivals >= self.buffer_size
 

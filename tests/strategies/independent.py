@@ -141,7 +141,7 @@ def ringmaster(
     x, t, found = x0.copy(), 0, list[Vector]()
     for arrival in arrivals:
         d = t - arrival.tau
-        if d < threshold or bug == "one version more" and d == threshold:
+        if d < threshold or (bug == "one version more" and d == threshold):
             x, t = x + rate * arrival.delta, t + 1
         found.append(x)
     return found
