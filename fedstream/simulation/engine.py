@@ -24,12 +24,12 @@ from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Contribution, DevicesEvaluated, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
-from fedstream.journal.trials import StepTrials
 from fedstream.runtime.plugins import about, place_of, words
 from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver, plan
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.strategies.adapt import Windows
 from fedstream.trainer.adaptive_steps import Scorer
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
@@ -322,11 +322,9 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
-        self._trials: StepTrials | None = None
-        if settings.strategy.adapt is not None:
+        if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
-            self._scorer = Scorer(settings.strategy.adapt, task, module, place)
-            self._trials = StepTrials(self._strategy, self._progress)
+            self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
@@ -549,9 +547,7 @@ class _Simulation:
             about = self._happened(step, arrival.time)
             self._journal.taken(upload, sent, step, about, sizes)
         self._tell(made)
-        if self._trials is not None:
-            self._trials.take(upload, update)
-            self._adapt(made)
+        self._adapt(made)
         self._release(before.state.model, update, spare)
 
     def _refuse(self, upload: Upload, reason: str, at: float, sizes: Counted) -> None:
@@ -575,24 +571,22 @@ class _Simulation:
             about = self._happened(step, over.time)
             self._journal.round_over(over, round_, version, about, dropped)
         self._tell(made)
-        if self._trials is not None:
-            self._trials.close_round(round_, drops=dropped > 0)
-            self._adapt(made)
+        self._adapt(made)
         self._release(*before.state.models())
 
     def _adapt(self, made: VersionMade | None) -> None:
-        """At the end of a window, scale the rule's step as the held-out data say."""
+        """Note a version, and scale the rule's step if the held-out data say so."""
         from fedstream.simulation.training import blamed
 
         run, rule = self._progress, self._strategy
-        trials, scorer, adapt = self._trials, self._scorer, rule.adapt
-        if made is None or trials is None or scorer is None or adapt is None:
+        if made is None or self._scorer is None:
             return
-        if not trials.is_due(run) or self._ending is not None:
+        self._windows.add(made.version, run.state.model)
+        if not self._windows.is_due or self._ending is not None:
             return
         began = time.perf_counter()
         with blamed(f"validation data at version {made.version}"):
-            proposed = scorer.proposal(run, trials)
+            proposed = self._scorer.proposal(rule, run, self._windows)
         self._measuring += time.perf_counter() - began
         if proposed is not None:
             rate = rule.step_rate * proposed.scale
@@ -601,7 +595,6 @@ class _Simulation:
             if self._journal is not None:
                 about = self._happened(None, made.time)
                 self._journal.scaled(proposed, rule.step_key, rate, about)
-        trials.begin(self._progress)
 
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1

@@ -7,7 +7,7 @@ them. ``bug`` plants an error that other programs made; a test must notice it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -264,3 +264,48 @@ def aflguard(
                 x = x + rate * g
         found.append(x)
     return found
+
+
+def adaptive(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    size: int,
+    rate: float,
+    every: int,
+    factors: Sequence[float],
+    least: float,
+    most: float,
+    loss: Callable[[Vector], float],
+    bug: str = "",
+) -> tuple[list[Vector], list[tuple[int, float]]]:
+    """FedBuff with an adaptive step; also returns the versions that changed it, and the rate then.
+
+    m_k is the mean of x over the versions (k-1) W + 1 to k W. After version k W, k > 1, the rate
+    becomes the best of rate f in [least, most], by the loss at m_{k-1} + f (m_k - m_{k-1}).
+    """
+    x, now, means, window = x0.copy(), rate, list[Vector](), list[Vector]()
+    found, changes, batch = list[Vector](), list[tuple[int, float]](), list[Vector]()
+    version = 0
+    for arrival in arrivals:
+        batch.append(arrival.delta)
+        if len(batch) == size:
+            x, batch, version = x + now * np.mean(batch, axis=0), [], version + 1
+            window.append(x)
+        found.append(x)
+        if len(window) < every:
+            continue
+        means.append(window[-1] if bug == "single models" else np.mean(window, axis=0))
+        window = []
+        if len(means) < 2:
+            continue
+        before, mean = means[-2:]
+        if bug == "from the last model":
+            before = x0
+        rates = [now, *(min(max(now * f, least), most) for f in factors)]
+        losses = [loss(before + (r / now) * (mean - before)) for r in rates]
+        best = rates[losses.index(min(losses))]
+        if best != now:
+            now = best if bug != "of the configured rate" else rate * best / now
+            changes.append((version, now))
+    return found, changes
