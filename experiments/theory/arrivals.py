@@ -13,7 +13,6 @@ from experiments.theory.sgd import Whole, Wide
 _BLOCK = 2048  # batches drawn at once, over all runs
 
 
-
 class DrawnArrival(NamedTuple):
     """One answer in each run, (runs,) each; (1,) each where all runs have the same arrivals."""
 
@@ -30,11 +29,12 @@ def batches(
     size: int,
     *,
     oldest: int,
+    newest: int = 0,
     steps: tuple[int, int] = (1, 1),
     repeated: bool = False,
     runs: int = 1,
 ) -> Iterator[DrawnArrival]:
-    """Endless arrivals, ``size`` per version, with staleness uniform to ``oldest`` and uniform H.
+    """Endless arrivals, ``size`` per version: uniform staleness from ``newest`` to ``oldest``, uniform H.
 
     The devices of a batch are drawn one by one with these odds, without replacement unless
     ``repeated``; every run has its own arrivals.
@@ -49,7 +49,7 @@ def batches(
         else:
             keys = log_odds + rng.gumbel(size=(block, runs, len(odds)))
             drawn = np.argsort(-keys, axis=2)[:, :, :size].swapaxes(1, 2)
-        stale = rng.integers(0, oldest, drawn.shape, endpoint=True)
+        stale = rng.integers(newest, oldest, drawn.shape, endpoint=True)
         made = rng.integers(*steps, drawn.shape, endpoint=True)
         yield from map(
             DrawnArrival, *(of.reshape(block * size, runs) for of in (drawn, stale, made))
