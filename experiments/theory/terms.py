@@ -29,7 +29,7 @@ import numpy as np
 
 from experiments.theory import pictures
 from experiments.theory.arrivals import batches
-from experiments.theory.claims import Measured, TheoremClaim, exponent, figure, judged, near
+from experiments.theory.claims import Measured, TheoremClaim, exponent, judged, near
 from experiments.theory.loop import closed_loop, mean_slopes
 from experiments.theory.quadratics import Quadratics, fan, stationary
 from experiments.theory.sgd import Wide

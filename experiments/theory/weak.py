@@ -121,7 +121,7 @@ def objective() -> Cosines:
 def bound(problem: Cosines, gap: float, versions: int) -> Wide:
     """(versions + 1,): theorem 2's right-hand side."""
     over = problem.rho - problem.smoothness  # rho - mu
-    if GAMMA >= min(1 / problem.smoothness, 2 / over):
+    if min(1 / problem.smoothness, 2 / over) <= GAMMA:
         raise ValueError("theorem 2 needs gamma < min(1/L, 2 / (rho - mu))")
     v1, v2 = problem.constants()
     beta = 1 - ALPHA + ALPHA * (1 - GAMMA * over / 2) ** STEPS[0]
