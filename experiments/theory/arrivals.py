@@ -34,9 +34,9 @@ def batches(
     repeated: bool = False,
     runs: int = 1,
 ) -> Iterator[DrawnArrival]:
-    """Endless arrivals, ``size`` per version: uniform staleness from ``newest`` to ``oldest``, uniform H.
+    """Endless arrivals, ``size`` per version, with uniform H.
 
-    The devices of a batch are drawn one by one with these odds, without replacement unless
+    Staleness is uniform from ``newest`` to ``oldest``. The devices of a batch are drawn one by one with these odds, without replacement unless
     ``repeated``; every run has its own arrivals.
     """
     # Taking the largest log p plus Gumbel noise draws without replacement.

@@ -21,11 +21,11 @@ from experiments.theory.sgd import Wide
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, Strategy
 from fedstream.strategies.staleness import Constant
 
-HORIZON = 9600  # where Q, tau, K and n are varied: enough for each of their values
-HORIZONS = (2400, 4800, 9600)
-STEPS, DELAYS, SIZES, DEVICES = (1, 2, 4, 8), (0, 1, 2, 3), (1, 2, 4, 8), (5, 10, 20, 40)
+HORIZON = 4800  # where Q, tau, K and n are varied: enough for each of their values
+HORIZONS = (1200, 2400, 4800)
+STEPS, DELAYS, SIZES, DEVICES = (1, 2, 4, 8), (0, 1, 2), (1, 2, 4, 8), (5, 10, 20, 40)
 SCALES = (0.5, 1.0, 2.0)  # beta K
-LATE, LATE_HORIZONS = 3, (9600, 19_200, 38_400)  # with K = 1
+LATE, LATE_HORIZONS = 2, (4800, 9600, 19_200)  # with K = 1
 ALPHA = 0.6
 RULES: dict[str, tuple[Strategy, int]] = {  # with tau
     "FedAvg": (FedAvgSettings(clients_per_round=fedbuff.BUFFER), 0),

@@ -162,7 +162,15 @@ def draw(found: Measured, path: Path) -> None:
                     alpha=0.45,
                     edgecolor="white",
                 )
-                axes.text((begin + end) / 2, device, f"{tau}", ha="center", va="center", fontsize=7)
+                axes.text(
+                    (begin + end) / 2,
+                    device,
+                    f"{tau}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    clip_on=True,
+                )
                 versions[version] = max(end, versions.get(version, 0.0))
             for end in versions.values():
                 axes.axvline(end, color="#555555", linewidth=0.8)
