@@ -36,8 +36,8 @@ def batches(
 ) -> Iterator[DrawnArrival]:
     """Endless arrivals, ``size`` per version, with uniform H.
 
-    Staleness is uniform from ``newest`` to ``oldest``. The devices of a batch are drawn one by one with these odds, without replacement unless
-    ``repeated``; every run has its own arrivals.
+    Staleness is uniform from ``newest`` to ``oldest``. The devices of a batch are drawn one by one
+    with these odds, without replacement unless ``repeated``; every run has its own arrivals.
     """
     # Taking the largest log p plus Gumbel noise draws without replacement.
     with np.errstate(divide="ignore"):
