@@ -47,6 +47,19 @@ def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
     return TensorDataset(*(tensor.to(place) for tensor in data.tensors))
 
 
+def thinned(data: Dataset[Any], rows: int) -> Dataset[Any]:
+    """At most ``rows`` items of map-style data, evenly spaced."""
+    import torch
+    from torch.utils.data import Subset, TensorDataset
+
+    if (size := samples_of(data)) <= rows:
+        return data
+    at = torch.arange(rows) * size // rows
+    if type(data) is TensorDataset:
+        return TensorDataset(*(tensor[at] for tensor in data.tensors))
+    return Subset(data, at.tolist())
+
+
 @cache
 def _has_cuda() -> bool:
     import torch

@@ -86,7 +86,26 @@ RULES = {
     "fedbuff": ("strategy.name=fedbuff", "strategy.buffer_size=4"),
     "afa-cd": AFA,
     "afa-cs": ("strategy.name=afa-cs", "strategy.buffer_size=4"),
+    "ca2fl": ("strategy.name=ca2fl", "strategy.buffer_size=4"),
+    "aced": ("strategy.name=aced", "strategy.max_age=3", "strategy.server_lr=0.2"),
+    "fadas": (
+        "strategy.name=fadas",
+        "strategy.buffer_size=4",
+        "strategy.server_lr=0.05",
+        "strategy.delay_adaptive=code",
+    ),
     "scaffold": SCAFFOLD,
+    "ringmaster": (
+        "strategy.name=ringmaster",
+        "strategy.max_staleness=2",
+        "simulation.staleness.kind=latency",
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=4",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "devices.slow_devices=[0]",
+        "devices.slow_factor=20",
+    ),
+    "ringleader": ("strategy.name=ringleader",),
     "scaffold, per step": (*SCAFFOLD, "strategy.per_step=true", "strategy.server_lr=0.2"),
 }
 
