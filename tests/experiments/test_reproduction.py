@@ -306,7 +306,7 @@ def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     assert told in table(tiny, results)
 
 
-@pytest.mark.parametrize("name", catalogue())
+@pytest.mark.parametrize("name", [one for one in catalogue() if (command.RESULTS / one).is_dir()])
 def test_every_published_table_follows_from_the_stored_numbers(name: str) -> None:
     folder = Path(reproduction.__file__).parent / "results" / name
     found = Store(folder).results()
