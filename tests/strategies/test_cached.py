@@ -176,12 +176,13 @@ def test_ca2fl_without_heterogeneity_steps_like_fedbuff_once_all_were_heard() ->
 
 
 def test_ca2fl_goes_on_from_the_caches_that_a_dropped_round_left() -> None:
-    rule, layout = Ca2flSettings(buffer_size=2).build(2), layout_of(1)
-    now = receive(rule, State(0, model_of(layout)), 0, 6.0)
+    rule, now = Ca2flSettings(buffer_size=3).build(3), State(0, model_of(layout_of(1)))
+    for device in (0, 1):
+        now = receive(rule, now, device, 6.0)
     now = rule.drop_round(now)
-    for device, value in ((0, 4.0), (1, 4.0)):  # h = 6 / 2; corrections -2 and 4
+    for device, value in ((0, 4.0), (0, 4.0), (2, 5.0)):  # h = (6 + 6) / 3; corrections -2 and 5
         now = receive(rule, now, device, value)
-    assert now.model.parameters == pytest.approx([3.0 + 1.0])
+    assert now.model.parameters == pytest.approx([4.0 + 1.5])
 
 
 def test_aced_with_an_endless_age_is_ace_over_the_devices_heard() -> None:
