@@ -199,6 +199,7 @@ class Evaluator:
             adapt, journal = self._adapt
             self._proposals = StepProposals(
                 journal,
+                adapt.every,
                 Scorer(adapt, self._learning, self._module, place),
                 self._ledger,
                 Reader(self._client, {self._keys.models: "0"}),
