@@ -54,6 +54,8 @@ class RingleaderSettings(Caching):
     rounds: ClassVar[InRounds] = "never"
     name: Literal["ringleader"] = "ringleader"
     buffer_size: Annotated[Literal[1], Field(exclude=True)] = 1
+    server_lr: Annotated[float, Field(gt=0)] = 0.3
+    """the step along the mean of the devices' means, M times in a round"""
 
     def completes(self, arrived: dict[int, int], device: int) -> bool:
         """Count an update; whether it is the first of its device after all have sent one."""

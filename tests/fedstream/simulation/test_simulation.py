@@ -124,6 +124,16 @@ def test_run_learns_and_its_journal_replays(rule: str, tmp_path: Path) -> None:
     assert last == 12
 
 
+def test_cancelled_tasks_are_counted() -> None:
+    """The slow device works all the time, and its tasks end two versions after they began."""
+    found = run(*RULES["ringmaster"], "devices.slow_factor=1000")
+    assert found.refused == {}
+    assert found.given_up == {"became too stale": found.given_up["became too stale"]}
+    assert 1 <= found.given_up["became too stale"] <= 12
+    waited = run(*RULES["ringmaster"], "strategy.cancel_stale=false")
+    assert waited.given_up == {}
+
+
 @pytest.mark.parametrize("rule", ["fedbuff", "basgd", "ringleader"])
 def test_plan_knows_which_updates_make_versions(rule: str) -> None:
     """Devices start from what is the newest version then, and not from what a plan takes for it."""
