@@ -151,7 +151,7 @@ def cs(step: float) -> AfaCsSettings:
 def measure(
     steps: tuple[float, ...] = STEPS,
     *,
-    average: float = 80.0,
+    average: float = 40.0,
     settle: float = 180.0,
     repeats: int = 5,
     side_by_side: int = 8,
@@ -229,7 +229,9 @@ def _repeat(steps: tuple[float, ...], average: float, settle: float, seed: int) 
         "cs_local_other_step": float(
             stall(different, max(steps), local=LOCAL, lr=LOCAL_LRS[0]).floors[0]
         ),
-        "cs_different_one_step": float(stall(different, burn_in=1.4 * settle).floors[0]),
+        "cs_different_one_step": float(
+            stall(different, max(steps), burn_in=1.4 * settle).floors[0]
+        ),
         "cs_absent": float(absent.floors[0]),
         "paths": {
             "cs_biased": exact[TRAJECTORY].path,

@@ -7,6 +7,7 @@ own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several d
 from __future__ import annotations
 
 import math
+import pickle
 import secrets
 import time
 from collections import Counter, deque
@@ -48,6 +49,27 @@ _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str] 
 _NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals searched for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
+_SAVE_S = 300.0  # between two checkpoints
+_SAVED = (  # in a checkpoint: what the rest of the run depends on, except the settings
+    "_failed",
+    "_progress",
+    "_digest",
+    "_transport",
+    "_models",
+    "_ahead",
+    "_taken",
+    "_trained",
+    "_entries",
+    "_streak",
+    "_refused",
+    "_given_up",
+    "_failing",
+    "_in_a_row",
+    "_cost",
+    "_measuring",
+    "_versions",
+    "_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +164,7 @@ def simulate(
     on_version: Callable[[VersionMade, Model], object] | None = None,
     on_error: Callable[[str], object] = lambda _text: None,
     cancelled: Callable[[], bool] = lambda: False,
+    checkpoint: Path | None = None,
 ) -> SimulationResult:
     """Simulate the run that ``settings`` describe, to its end.
 
@@ -150,7 +173,10 @@ def simulate(
     enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the run's id
     there, drawn by default. ``on_version``: called for every version, including 0; the model is
     valid only during the call. ``on_error``: called with an error of the task and its traceback,
-    once for each raising place.
+    once for each raising place. ``checkpoint``: a file in which the run is saved every five
+    minutes, and from which it continues if the file exists: with the same bits, but without
+    ``on_version`` for earlier versions. It is unpickled, so it must be your own; it fits only the
+    same settings, task and release, and no journal.
 
     A device on which the task raises gives its task up and rests, as in a live run. Raises
     ConfigError, JournalError; DataError, naming the device, for an error of the task if no device
@@ -170,6 +196,7 @@ def simulate(
             on_error,
             cancelled,
             threads,
+            checkpoint,
         )
         stack.callback(run.close)
         return run.result()
@@ -270,6 +297,7 @@ class _Simulation:
         on_error: Callable[[str], object],
         cancelled: Callable[[], bool],
         threads: int,
+        checkpoint: Path | None,
     ) -> None:
         from fedstream.settings.dry_step import try_task
         from fedstream.settings.services import devices_of
@@ -318,7 +346,7 @@ class _Simulation:
         self._failing: dict[int, tuple[int, str]] = {}  # device -> failures in a row, the error
         self._in_a_row: Counter[int] = Counter()  # failures since the last update, by device
         self._cost = _Cost()
-        self._measuring = 0.0
+        self._measuring = self._seconds = 0.0
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
@@ -340,6 +368,12 @@ class _Simulation:
             if journal
             else None
         )
+        self._checkpoint = checkpoint
+        if checkpoint is not None:
+            if journal:
+                raise ConfigError("a simulation with a journal has no checkpoint: leave one out")
+            if checkpoint.is_file():
+                self._restore(checkpoint)
 
     def close(self) -> None:
         """Sync the journal to disk and close it."""
@@ -350,9 +384,15 @@ class _Simulation:
         """Run the simulation to its end."""
         from fedstream.trainer.vector import load
 
-        began = time.perf_counter()
-        self._tell(self._made(Step(self._progress, made=()), 0.0))
+        began = time.perf_counter() - self._seconds
+        saved = time.monotonic()
+        if not self._versions:
+            self._tell(self._made(Step(self._progress, made=()), 0.0))
         while self._ending is None:
+            if self._checkpoint is not None and time.monotonic() >= saved + _SAVE_S:
+                self._seconds = time.perf_counter() - began
+                self._save(self._checkpoint)
+                saved = time.monotonic()
             try:
                 event = self._next()
                 if isinstance(event, RoundOver):
@@ -387,6 +427,25 @@ class _Simulation:
             self._steps,
             self._transport.remembering,
         )
+
+    # the checkpoint
+
+    def _save(self, checkpoint: Path) -> None:
+        state = {name: getattr(self, name) for name in _SAVED}
+        new = checkpoint.with_name(f"{checkpoint.name}.new")
+        with new.open("wb") as file:
+            pickle.dump((state, self._training.local), file)
+        new.replace(checkpoint)
+
+    def _restore(self, checkpoint: Path) -> None:
+        with checkpoint.open("rb") as file:
+            state, self._training.local = pickle.load(file)  # noqa: S301  (the user's own file)
+        vars(self).update(state)
+        if self._is_planned:
+            self._plan = self._planned()
+        deque(islice(self._plan, self._taken + len(self._ahead)), maxlen=0)
+        for made in self._versions:
+            self._measure.stopping.add(made.metrics, made.version)
 
     # arrivals, and training ahead of them
 

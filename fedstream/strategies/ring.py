@@ -80,7 +80,7 @@ class RingleaderSettings(Caching):
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors:
         """Add the delta to its device's mean, and to the sum unless it is for the next round."""
-        delta = update.model.parameters
+        delta = np.multiply(update.model.parameters, np.float32(factor))
         vectors = vectors if vectors is not None else self.vectors(delta.size)
         number = vectors.numbers.get(update.device, 0)
         mean = vectors.write(update.device)

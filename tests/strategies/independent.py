@@ -175,6 +175,93 @@ def ringleader(
             waiting.discard(i)
             if not waiting:
                 table, later = later, {device: list[Vector]() for device in range(devices)}
+
+
+def middle(how: str, vectors: Sequence[Vector]) -> Vector:
+    """The mean, the median of each coordinate, or 16 steps of Weiszfeld's algorithm from there."""
+    if how == "mean":
+        return np.asarray(np.mean(vectors, axis=0))
+    z: Vector = np.median(vectors, axis=0)
+    for _ in range(16 if how == "geometric median" else 0):
+        shares = [1 / max(1e-6, float(np.linalg.norm(z - one))) for one in vectors]
+        z = np.asarray(np.average(vectors, axis=0, weights=shares))
+    return z
+
+
+def fedbuff(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    size: int,
+    rate: float,
+    how: str = "mean",
+    clip: float = math.inf,
+    power: float = 0.0,
+    most: int | None = None,
+    bug: str = "",
+) -> list[Vector]:
+    """FedBuff: x += rate middle(s(d) min(1, S / |Delta|) Delta), with s(d) = (1 + d)^-power."""
+    x, found = x0.copy(), list[Vector]()
+    for t, batch in batches(x0, arrivals, size, most, found):
+        sent = []
+        for arrival in batch:
+            s = (1 + t - arrival.tau) ** -power
+            length = float(np.linalg.norm(arrival.delta))
+            if bug == "clipped after weighing":
+                length *= s
+            sent.append(s * min(1, clip / length) * arrival.delta)
+        x = x + rate * middle("mean" if bug == "mean" else how, sent)
+        found[-1] = x
+    return found
+
+
+def basgd(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    buckets: int,
+    rate: float,
+    how: str,
+    bug: str = "",
+) -> list[Vector]:
+    """BASGD: h_b is the mean of what devices b mod B sent; x += rate Aggr(h) once all have some."""
+    x, found, h = x0.copy(), list[Vector](), [list[Vector]() for _ in range(buckets)]
+    for arrival in arrivals:
+        bucket = h[arrival.device % buckets]
+        if bug == "newest only":
+            bucket.clear()
+        bucket.append(arrival.delta)
+        if all(h):
+            means = [np.asarray(np.mean(one, axis=0)) for one in h]
+            if bug == "mean over updates":
+                means = [delta for one in h for delta in one]
+            x = x + rate * middle(how, means)
+            if bug != "never emptied":
+                h = [[] for _ in range(buckets)]
+        found.append(x)
+    return found
+
+
+def aflguard(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    root: Sequence[int],
+    radius: float,
+    rate: float,
+    bug: str = "",
+) -> list[Vector]:
+    """AFLGuard: x += rate g if |g - g_root| <= lambda |g_root|, g_root the newest of a root."""
+    x, found, g_root = x0.copy(), list[Vector](), None
+    for arrival in arrivals:
+        g = arrival.delta
+        if arrival.device in root:
+            g_root = g
+            x = x + rate * g if bug == "root moves the model" else x
+        elif g_root is not None:
+            unit = np.linalg.norm(g if bug == "by its own length" else g_root)
+            if np.linalg.norm(g - g_root) <= radius * unit:
+                x = x + rate * g
         found.append(x)
     return found
 
