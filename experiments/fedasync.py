@@ -24,14 +24,21 @@ def rules(a: float, b: int) -> dict[str, KeyValues]:
     }
 
 
-def fedasync(rule: KeyValues, most: int, rho: float, alpha: float = ALPHA) -> KeyValues:
+HALVED: KeyValues = {
+    "strategy.alpha_schedule.kind": "step",
+    "strategy.alpha_schedule.at": round(0.4 * T),
+    "strategy.alpha_schedule.factor": 0.5,
+}
+
+
+def fedasync(
+    rule: KeyValues, most: int, rho: float, alpha: float = ALPHA, schedule: KeyValues = HALVED
+) -> KeyValues:
     """FedAsync with a staleness function, staleness uniform on [0, most]."""
     return {
         "strategy.name": "fedasync",
         "strategy.alpha": alpha,
-        "strategy.alpha_schedule.kind": "step",
-        "strategy.alpha_schedule.at": round(0.4 * T),
-        "strategy.alpha_schedule.factor": 0.5,
+        **schedule,
         "solver.kind": "proximal",
         "solver.rho": rho,
         **rule,

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -59,6 +60,8 @@ class PlannedRun:
     metric: str
     higher: bool
     points: int
+    checkpoint: Path | None = None
+    """where the run is saved every five minutes, and from which it continues"""
 
     @property
     def configuration(self) -> str:
@@ -90,24 +93,26 @@ def jobs_of(
     scale: float,
     data_root: str | None,
     cells: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
 ) -> list[PlannedRun]:
     """The runs of an experiment, with ``repeats`` per cell; None: as many as it declares.
 
     ``cells``: labels or patterns; empty: all cells. ``seed``: number, and so seed, of the first
-    repeat. Runs on the same data come one after the other, since a process keeps the data that it
-    read last. Raises ConfigError for a pattern that matches no cell.
+    repeat; None: as the experiment declares. Every cell is run before any is repeated. Runs on the
+    same data come one after the other, since a process keeps the data that it read last. Raises
+    ConfigError for a pattern that matches no cell.
     """
+    first = experiment.first if seed is None else seed
     jobs = [
-        job_of(experiment, cell, seed + repeat, scale, data_root)
-        for cell in chosen(experiment, cells)
+        job_of(experiment, cell, first + repeat, scale, data_root)
         for repeat in range(repeats or experiment.repeats)
+        for cell in chosen(experiment, cells)
     ]
     data = [
         json.dumps({k: v for k, v in job.sets.items() if k.startswith("task.")}) for job in jobs
     ]
-    first = {of: n for n, of in reversed(list(enumerate(data)))}
-    return [job for _, job in sorted(zip(data, jobs, strict=True), key=lambda x: first[x[0]])]
+    place = {of: n for n, of in reversed(list(enumerate(data)))}
+    return [job for _, job in sorted(zip(data, jobs, strict=True), key=lambda x: place[x[0]])]
 
 
 def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
@@ -130,7 +135,7 @@ def run_job(job: PlannedRun) -> tuple[Row, Points]:
     from fedstream.simulation import simulate
 
     settings = settings_of(job.sets)
-    outcome = simulate(settings, _task(settings.task))
+    outcome = simulate(settings, _task(settings.task), checkpoint=job.checkpoint)
     measured = outcome.measured
     if not measured or job.metric not in measured[0].metrics:
         raise ConfigError(f"cell {job.cell!r}: the task does not measure {job.metric}")
@@ -361,7 +366,7 @@ def run(
     scale: float = 1.0,
     data_root: str | None = None,
     cells: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     processes: int | None = 1,
     again: bool = False,
     command: str = "",
@@ -369,6 +374,8 @@ def run(
     say: Callable[[str], object] = lambda _: None,
 ) -> Results:
     """Run what is missing, and return all results. ``program``: the commit that runs it.
+
+    A run that was killed continues from its checkpoint in ``folder``.
 
     ``processes``: at most so many; None: one for each core.
 
@@ -379,9 +386,20 @@ def run(
         experiment, repeats=repeats, scale=scale, data_root=data_root, cells=cells, seed=seed
     )
     settings_of(wanted[0].sets)
-    some = {(job.cell, job.repeat) for job in wanted} if cells or seed else None
+    some = {(job.cell, job.repeat) for job in wanted} if cells or seed is not None else None
     there = store.begin(experiment, scale, again=again, some=some)
-    missing = [job for job in wanted if (job.cell, job.repeat) not in there]
+    checkpoints = {
+        (job.cell, job.repeat): folder.absolute() / _checkpoint(job)
+        for job in wanted
+        if (job.cell, job.repeat) not in there
+    }
+    for checkpoint in checkpoints.values() if again else ():
+        checkpoint.unlink(missing_ok=True)
+    missing = [
+        replace(job, checkpoint=checkpoints[job.cell, job.repeat])
+        for job in wanted
+        if (job.cell, job.repeat) in checkpoints
+    ]
     processes, threads = share(len(missing), processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them done already")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -395,6 +413,7 @@ def run(
         seconds = time.perf_counter() - began
         call = Call(command, date, n, processes, threads, round(seconds, 1), place)
         store.tell(experiment, scale, call)
+        checkpoints[row.cell, row.repeat].unlink(missing_ok=True)
         waiting[row.cell] -= 1
         done.append(row)
         left = f"; about {duration(left_s(waiting, done, processes))} to go" * (n < len(missing))
@@ -403,6 +422,11 @@ def run(
             f"{row.last:.4f}, {row.seconds:.1f} s{left}"
         )
     return store.results()
+
+
+def _checkpoint(job: PlannedRun) -> str:
+    """The name of a run's checkpoint."""
+    return f"{quote(job.cell, safe='')}-{job.repeat}-{job.configuration}.checkpoint"
 
 
 def left_s(waiting: Mapping[str, int], done: Sequence[Row], processes: int) -> float:

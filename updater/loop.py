@@ -19,7 +19,7 @@ from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import BLOCK_MS, Look, time_in
 from fedstream.core.errors import BadMessage, OutOfMemory
 from fedstream.core.layout import Payload
-from fedstream.core.messages import QUARANTINED, SetQuarantine
+from fedstream.core.messages import SetQuarantine
 from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
@@ -31,17 +31,17 @@ from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState
+from fedstream.updater.suspects import Suspicions
 
 if TYPE_CHECKING:
     from fedstream.updater.sums import Sums
 
-_SPOILS = "its private updates spoil sums"
 _SILENT_S = 600.0  # without a version, before this is logged
 
 
 @dataclass(kw_only=True)
 class Upkeep:
-    """Frees older models when Redis is full, and logs when no version is made."""
+    """Frees older models when Redis is full, logs when no version is made, asks for quarantines."""
 
     context: Context
     client: Client
@@ -56,6 +56,10 @@ class Upkeep:
             # A full Redis may be why the queue is empty, and only the updater may delete models.
             await self.make_room()
         await self._break_silence(state)
+
+    async def ask(self, wanted: SetQuarantine) -> None:
+        """Add a control entry to the queue, which this updater takes in order with the updates."""
+        await self.client.call("XADD", self.ledger.keys.queue, "*", "m", wanted.encode())
 
     async def make_room(self) -> None:
         """Delete older models, as a full Redis accepts no write."""
@@ -103,6 +107,7 @@ class Loop:
     commits: Commits
     recovery: Recovery
     upkeep: Upkeep
+    suspicions: Suspicions
     sums: Sums | None = None  # of a private run
     state: RunState = field(init=False)  # set by the recovery
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
@@ -171,10 +176,12 @@ class Loop:
                 self.unwritten.append(DecidedChange(change, state, after))
                 state.ends.decide(change)
                 state = after
+                if (asked := self.suspicions.after(change, state)) is not None:
+                    await self.upkeep.ask(asked)
                 finishing = change.finish is not None
 
     async def _open_sum(self, sums: Sums) -> None:
-        """Have the sum of a private batch opened, and quarantine the devices that spoil sums.
+        """Have the sum of a private batch opened, and quarantine the devices that prevent sums.
 
         The batch is on disk first, as the helper opens no other with these updates.
         """
@@ -184,17 +191,14 @@ class Loop:
         published_digest = None
         if ahead is not None:
             published_digest = await self.ledger.digest(state.version + 1)
-        change, blamed = await self.decider.open_sum(sums, state)
+        change, quarantine = await self.decider.open_sum(sums, state)
         if ahead is not None and not change.remakes(ahead, published_digest):
             await self._adopt(ahead)
             return
         self.unwritten.append(DecidedChange(change, state, state.after(change)))
-        suspects = set(sums.suspects(self.unwritten[-1].after))
-        if blamed is not None:
-            suspects.add(blamed)
-        if suspects:
-            asked = SetQuarantine(devices=tuple(sorted(suspects)[:QUARANTINED]), why=_SPOILS)
-            await self.upkeep.client.call("XADD", self.ledger.keys.queue, "*", "m", asked.encode())
+        for asked in (quarantine, sums.suspects(self.unwritten[-1].after)):
+            if asked is not None:
+                await self.upkeep.ask(asked)
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.keys import Keys
@@ -12,7 +13,6 @@ from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import MakePage
 from fedstream.core.errors import ConfigError
-from fedstream.core.formats import format_of
 from fedstream.core.records import Run
 from fedstream.flower import apps
 from fedstream.runtime.plugins import runs_program
@@ -31,6 +31,7 @@ from fedstream.sinks.service import DRAIN_S, Sinks
 from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
+from fedstream.trainer.goals import goal_of, unknown_goal
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.service import Trainer
@@ -112,6 +113,9 @@ def devices_of(settings: Settings, task: Task) -> int:
                 f"evaluator.on_devices.min_devices = {on_devices.min_devices}, but the run has "
                 f"{devices} devices (task.devices): no version would ever have metrics"
             )
+    adapt = strategy.adapt
+    if adapt is not None and goal_of(adapt.metric, task.goal) is None:
+        raise ConfigError(f"strategy.adapt.metric: {unknown_goal(adapt.metric)}")
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(
@@ -136,7 +140,7 @@ def described(settings: Settings, module: nn.Module) -> str:
     sent = layout.with_controls() if settings.strategy.controls else layout
     form = settings.wire.of_updates
     if (policy := settings.private.read()) is not None:
-        form = format_of(f"mask{policy.word_bits}")
+        form = policy.format
     return f"{parts}; an update has {form.sizes(sent)[1]:,} bytes"
 
 
@@ -215,6 +219,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         seed=settings.run.seed,
         created=0.0,  # set by the updater
         max_staleness=rule.max_staleness,
+        cancel_stale=rule.cancel_stale,
         sends=rule.sends,
         by_steps=rule.by_steps,
         start=start,
@@ -317,6 +322,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         try_measuring(settings, task, data, devices, settings.evaluator.device)
         return task
 
+    adapt = settings.strategy.adapt
     service = Evaluator(
         settings.evaluator,
         keys=keys,
@@ -325,6 +331,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         load=load,
         stop=settings.run.stop,
         run_devices=settings.task.devices,
+        adapt=None if adapt is None else (adapt, Path(settings.journal.dir)),
     )
     return service, settings.evaluator.drain_s
 

@@ -7,12 +7,13 @@ own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several d
 from __future__ import annotations
 
 import math
+import pickle
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -29,6 +30,8 @@ from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver,
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.strategies.adapt import Windows
+from fedstream.trainer.adaptive_steps import Scorer
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
 from fedstream.trainer.task import declared_goals
@@ -46,6 +49,27 @@ _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str] 
 _NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals searched for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
+_SAVE_S = 300.0  # between two checkpoints
+_SAVED = (  # in a checkpoint: what the rest of the run depends on, except the settings
+    "_failed",
+    "_progress",
+    "_digest",
+    "_transport",
+    "_models",
+    "_ahead",
+    "_taken",
+    "_trained",
+    "_entries",
+    "_streak",
+    "_refused",
+    "_given_up",
+    "_failing",
+    "_in_a_row",
+    "_cost",
+    "_measuring",
+    "_versions",
+    "_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +128,8 @@ class SimulationResult:
     """bytes of all arrived updates, in their wire format"""
     goal: Mapping[str, Goal] = field(default_factory=dict)
     """goals of metrics, declared by the task"""
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """versions at which the rule's step changed, each with the rate from then on"""
     remembering: int = 0
     """devices with error feedback; each takes the memory of a model's parameters"""
 
@@ -138,6 +164,7 @@ def simulate(
     on_version: Callable[[VersionMade, Model], object] | None = None,
     on_error: Callable[[str], object] = lambda _text: None,
     cancelled: Callable[[], bool] = lambda: False,
+    checkpoint: Path | None = None,
 ) -> SimulationResult:
     """Simulate the run that ``settings`` describe, to its end.
 
@@ -146,7 +173,10 @@ def simulate(
     enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the run's id
     there, drawn by default. ``on_version``: called for every version, including 0; the model is
     valid only during the call. ``on_error``: called with an error of the task and its traceback,
-    once for each raising place.
+    once for each raising place. ``checkpoint``: a file in which the run is saved every five
+    minutes, and from which it continues if the file exists: with the same bits, but without
+    ``on_version`` for earlier versions. It is unpickled, so it must be your own; it fits only the
+    same settings, task and release, and no journal.
 
     A device on which the task raises gives its task up and rests, as in a live run. Raises
     ConfigError, JournalError; DataError, naming the device, for an error of the task if no device
@@ -166,6 +196,7 @@ def simulate(
             on_error,
             cancelled,
             threads,
+            checkpoint,
         )
         stack.callback(run.close)
         return run.result()
@@ -266,6 +297,7 @@ class _Simulation:
         on_error: Callable[[str], object],
         cancelled: Callable[[], bool],
         threads: int,
+        checkpoint: Path | None,
     ) -> None:
         from fedstream.settings.dry_step import try_task
         from fedstream.settings.services import devices_of
@@ -314,8 +346,13 @@ class _Simulation:
         self._failing: dict[int, tuple[int, str]] = {}  # device -> failures in a row, the error
         self._in_a_row: Counter[int] = Counter()  # failures since the last update, by device
         self._cost = _Cost()
-        self._measuring = 0.0
+        self._measuring = self._seconds = 0.0
         self._versions: list[VersionMade] = []
+        self._steps: list[tuple[int, float]] = []
+        self._scorer: Scorer | None = None
+        if (adapt := settings.strategy.adapt) is not None:
+            module, place = self._training.module, settings.simulation.device
+            self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
@@ -331,6 +368,12 @@ class _Simulation:
             if journal
             else None
         )
+        self._checkpoint = checkpoint
+        if checkpoint is not None:
+            if journal:
+                raise ConfigError("a simulation with a journal has no checkpoint: leave one out")
+            if checkpoint.is_file():
+                self._restore(checkpoint)
 
     def close(self) -> None:
         """Sync the journal to disk and close it."""
@@ -341,9 +384,15 @@ class _Simulation:
         """Run the simulation to its end."""
         from fedstream.trainer.vector import load
 
-        began = time.perf_counter()
-        self._tell(self._made(Step(self._progress, made=()), 0.0))
+        began = time.perf_counter() - self._seconds
+        saved = time.monotonic()
+        if not self._versions:
+            self._tell(self._made(Step(self._progress, made=()), 0.0))
         while self._ending is None:
+            if self._checkpoint is not None and time.monotonic() >= saved + _SAVE_S:
+                self._seconds = time.perf_counter() - began
+                self._save(self._checkpoint)
+                saved = time.monotonic()
             try:
                 event = self._next()
                 if isinstance(event, RoundOver):
@@ -375,8 +424,28 @@ class _Simulation:
             self._measure.per_device,
             self._transport.update_bytes,
             self._goal,
+            self._steps,
             self._transport.remembering,
         )
+
+    # the checkpoint
+
+    def _save(self, checkpoint: Path) -> None:
+        state = {name: getattr(self, name) for name in _SAVED}
+        new = checkpoint.with_name(f"{checkpoint.name}.new")
+        with new.open("wb") as file:
+            pickle.dump((state, self._training.local), file)
+        new.replace(checkpoint)
+
+    def _restore(self, checkpoint: Path) -> None:
+        with checkpoint.open("rb") as file:
+            state, self._training.local = pickle.load(file)  # noqa: S301  (the user's own file)
+        vars(self).update(state)
+        if self._is_planned:
+            self._plan = self._planned()
+        deque(islice(self._plan, self._taken + len(self._ahead)), maxlen=0)
+        for made in self._versions:
+            self._measure.stopping.add(made.metrics, made.version)
 
     # arrivals, and training ahead of them
 
@@ -524,6 +593,10 @@ class _Simulation:
             return
         spare = self._spare()
         step = take(rule, before, upload, update, spare)
+        if step.decision is not None and step.decision.outcome == "dropped":
+            self._refuse(upload, step.decision.reason, arrival.time, sizes)
+            self._release(update, spare)
+            return
         self._streak = 0
         self._in_a_row.clear()
         self._failing.pop(arrival.device, None)
@@ -533,6 +606,7 @@ class _Simulation:
             about = self._happened(step, arrival.time)
             self._journal.taken(upload, sent, step, about, sizes)
         self._tell(made)
+        self._adapt(made)
         self._release(before.state.model, update, spare)
 
     def _refuse(self, upload: Upload, reason: str, at: float, sizes: Counted) -> None:
@@ -556,7 +630,30 @@ class _Simulation:
             about = self._happened(step, over.time)
             self._journal.round_over(over, round_, version, about, dropped)
         self._tell(made)
+        self._adapt(made)
         self._release(*before.state.models())
+
+    def _adapt(self, made: VersionMade | None) -> None:
+        """Note a version, and scale the rule's step if the held-out data say so."""
+        from fedstream.simulation.training import blamed
+
+        run, rule = self._progress, self._strategy
+        if made is None or self._scorer is None:
+            return
+        self._windows.add(made.version, run.state.model)
+        if not self._windows.is_due or self._ending is not None:
+            return
+        began = time.perf_counter()
+        with blamed(f"validation data at version {made.version}"):
+            proposed = self._scorer.proposal(rule, run, self._windows)
+        self._measuring += time.perf_counter() - began
+        if proposed is not None:
+            rate = rule.step_rate * proposed.scale
+            self._progress = replace(run, scale=proposed.scale, scaled_at=proposed.at)
+            self._steps.append((made.version, rate))
+            if self._journal is not None:
+                about = self._happened(None, made.time)
+                self._journal.scaled(proposed, rule.step_key, rate, about)
 
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1

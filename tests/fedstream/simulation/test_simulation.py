@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedstream.settings import services
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
+from fedstream.simulation.arrivals import plan
 from fedstream.simulation.stacked import Draws
 from fedstream.trainer.batches import Minibatches
 from fedstream.trainer.solvers import Sgd, Trained, Work
@@ -85,7 +87,26 @@ RULES = {
     "fedbuff": ("strategy.name=fedbuff", "strategy.buffer_size=4"),
     "afa-cd": AFA,
     "afa-cs": ("strategy.name=afa-cs", "strategy.buffer_size=4"),
+    "ca2fl": ("strategy.name=ca2fl", "strategy.buffer_size=4"),
+    "aced": ("strategy.name=aced", "strategy.max_age=3", "strategy.server_lr=0.2"),
+    "fadas": (
+        "strategy.name=fadas",
+        "strategy.buffer_size=4",
+        "strategy.server_lr=0.05",
+        "strategy.delay_adaptive=code",
+    ),
     "scaffold": SCAFFOLD,
+    "ringmaster": (
+        "strategy.name=ringmaster",
+        "strategy.max_staleness=2",
+        "simulation.staleness.kind=latency",
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=4",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "devices.slow_devices=[0]",
+        "devices.slow_factor=20",
+    ),
+    "ringleader": ("strategy.name=ringleader",),
     "scaffold, per step": (*SCAFFOLD, "strategy.per_step=true", "strategy.server_lr=0.2"),
 }
 
@@ -101,6 +122,17 @@ def test_run_learns_and_its_journal_replays(rule: str, tmp_path: Path) -> None:
         assert moments == [True] * 12
         last = replayer.newest
     assert last == 12
+
+
+@pytest.mark.parametrize("rule", ["fedbuff", "basgd", "ringleader"])
+def test_plan_knows_which_updates_make_versions(rule: str) -> None:
+    """Devices start from what is the newest version then, and not from what a plan takes for it."""
+    sets = f"strategy.name={rule}", "simulation.staleness.most=3"
+    events = list(islice(plan(read(None, sets), DEVICES), 60))
+    made = [one for one in events if one.makes]
+    found = run(*sets, f"run.versions={len(made)}", arrivals=events)
+    assert [one.time for one in found.versions[1:]] == [one.time for one in made]
+    assert [one.version for one in made] == list(range(len(made)))
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
@@ -339,8 +371,12 @@ def test_simulation_can_be_stopped() -> None:
     assert 0 < found.versions[-1].version < 1000
 
 
-def test_lower_precision_costs_little() -> None:
+def test_lower_precision_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 trains from the weights as they are in every step, not as they were in the first."""
+    ticks = accumulate(1 / n for n in range(1, 10**3))  # the second of two steps is the faster
+    monkeypatch.setattr(
+        "fedstream.trainer.precision.time", SimpleNamespace(perf_counter=lambda: next(ticks))
+    )
     exact = run("run.versions=60", "simulation.batched=false")
     rough = run("run.versions=60", "solver.precision=bf16")
     assert exact.model.digest() != rough.model.digest()
