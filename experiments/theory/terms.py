@@ -232,9 +232,7 @@ def draw(found: Measured, path: Path) -> None:
             xlabel="K - 1 (local steps beyond the first)",
             ylabel="mean |grad f|² (dimensionless)",
         )
-        show(
-            horizon, "horizons", "delay_over_t", pictures.THIRD, f"delay {DELAY}, excess over none"
-        )
+        show(horizon, horizons, "delay_over_t", pictures.THIRD, f"delay {DELAY}, excess over none")
         show(horizon, horizons, "cd_over_t", pictures.MAIN, f"AFA-CD, K = {LOCAL}", 9)
         show(horizon, horizons, "cs_over_t", pictures.OTHER, f"AFA-CS, K = {LOCAL}")
         horizon.set(
