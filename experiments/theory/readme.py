@@ -27,9 +27,8 @@ _AFTER = """
 What 'held' covers: these settings, not the theorem in general; a bound that is far above what is
 measured holds easily, and the pictures show how far. The floor of AFA-CD depends on the direction u
 of the centres through |A u|^2: another u than ours (all ones, of length 1) gives another figure by
-the same formula. AFA-CS keeps the sum of the devices' vectors as it changes, and what float32
-rounds off while the vectors still change much stays in that sum for good: this is where its error
-ends, and the more versions a run takes to get there, the higher.
+the same formula. AFA-CS keeps the sum of the devices' vectors as it changes and computes it anew
+every 100 versions: its error ends at what float32 rounds off between two of these.
 
 AFA-CS at a fixed m: each G serves for about M/m versions at weight 1/M, so its noise enters with
 weight 1/m as in AFA-CD, and the step sqrt(M/T) of corollary 3 makes it larger. The first term of

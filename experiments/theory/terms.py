@@ -220,6 +220,8 @@ def draw(found: Measured, path: Path) -> None:
         first = found["delay_over_itself_predicted"][0]
         delay.loglog(tau, first * tau**2, color=pictures.BOUND, linestyle="--", label="slope 2")
         delay.loglog(tau, first * tau, color="#888888", linestyle="--", label="slope 1")
+        delay.set_xticks(found["delays"], [str(d) for d in found["delays"]])
+        delay.minorticks_off()
         delay.set(
             title=f"The delay's term at T = {found['horizon']} (dotted: exact formula)",
             xlabel="tau (versions)",
