@@ -163,7 +163,7 @@ def draw(found: Measured, path: Path) -> None:
                     edgecolor="white",
                 )
                 axes.text(
-                    (begin + end) / 2,
+                    (begin + min(end, SHOWN)) / 2,
                     device,
                     f"{tau}",
                     ha="center",
