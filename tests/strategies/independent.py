@@ -175,6 +175,8 @@ def ringleader(
             waiting.discard(i)
             if not waiting:
                 table, later = later, {device: list[Vector]() for device in range(devices)}
+        found.append(x)
+    return found
 
 
 def middle(how: str, vectors: Sequence[Vector]) -> Vector:
