@@ -69,11 +69,11 @@ def fedavg(measured: int) -> KeyValues:
     }
 
 
-def over_run(results: Results, cell: str, y: str) -> dict[int, float]:
+def over_run(results: Results, cell: str, y: str, rounds: str = "FedAvg") -> dict[int, float]:
     """Each repeat's mean of y at the gradient counts of FedAvg's measured rounds.
 
-    Raises TooShort.
+    ``rounds``: FedAvg's cell. Raises TooShort.
     """
-    rounds, _, _ = results.curve("FedAvg", "gradients", y)
+    counts, _, _ = results.curve(rounds, "gradients", y)
     found = results.measured(cell, "gradients", y)
-    return {n: mean(np.interp(rounds[1:], *curve)) for n, curve in found.items()}
+    return {n: mean(np.interp(counts[1:], *curve)) for n, curve in found.items()}
