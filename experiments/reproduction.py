@@ -181,8 +181,17 @@ class JudgedClaim:
     @property
     def verdict(self) -> str:
         """The verdict and what it rests on, in Markdown."""
-        said, rests = verdict([margin(values) for values in self.comparisons])
+        said, rests = self._decided
         return f"**{said}** ({rests})"
+
+    @property
+    def short(self) -> str:
+        """The verdict alone."""
+        return self._decided[0]
+
+    @property
+    def _decided(self) -> tuple[str, str]:
+        return verdict([margin(values) for values in self.comparisons])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from experiments.reproduction import (
     Cell,
     Experiment,
+    JudgedClaim,
     Of,
     Panel,
     Picture,
@@ -178,13 +179,20 @@ def _beside(experiment: Experiment, results: Results) -> list[str]:
     ]
 
 
-def _claims(experiment: Experiment, results: Results) -> list[str]:
+def judged(experiment: Experiment, results: Results) -> tuple[list[JudgedClaim], str]:
+    """The claims; or none, and why none is judged."""
     if absent := missing(experiment, results):
-        return ["## Claims", "", f"Not judged: {len(absent)} cells were not run yet."]
+        return [], f"Not judged: {len(absent)} cells were not run yet."
     try:
-        claims = experiment.claims(results)
+        return list(experiment.claims(results)), ""
     except TooShort:
-        return ["## Claims", "", f"Not judged: at T / {results.scale:g} the runs are too short."]
+        return [], f"Not judged: at T / {results.scale:g} the runs are too short."
+
+
+def _claims(experiment: Experiment, results: Results) -> list[str]:
+    claims, why_not = judged(experiment, results)
+    if why_not:
+        return ["## Claims", "", why_not]
     if not claims:
         return []
     scaled = (
