@@ -30,7 +30,6 @@ from benchmarks.results import conditions, keep
 from experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import SimulationResult, simulate
-from fedstream.trainer.data import has_bfloat16
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task
 
@@ -136,8 +135,6 @@ def compared(runs: int, threads: int) -> dict[str, dict[str, Any]]:
         "CNN, float32": (CNN, (), 2, 2),
         "CNN, bfloat16": (CNN, ("solver.precision=bf16",), 2, 2),
     }
-    if not has_bfloat16("cpu"):  # emulated, it takes ten times as long
-        del cases["CNN, bfloat16"]
     tasks: dict[str, Task] = {}
     found = {}
     for name, (base, more, versions, epochs) in cases.items():
@@ -191,7 +188,7 @@ def table_2(threads: int) -> dict[str, Any]:
 def accuracy(threads: int, versions: int) -> dict[str, float]:
     """Accuracy of FedAsync's CNN after ``versions`` versions, by precision."""
     found = {}
-    for precision in ("float32", "bf16") if has_bfloat16("cpu") else ("float32",):
+    for precision in ("float32", "bf16"):
         settings = read(
             None,
             [
@@ -239,10 +236,8 @@ def main() -> None:
         f"kind ({kinds}); as `reproduce --jobs 2` it was measured in full: "
         f"{whole['seconds'] / 60:.1f} min for {whole['runs']} runs ({whole['date']})"
     )
-    cost = (
-        f"- FedAsync's CNN after {wanted.versions} versions: accuracy "
-        + ", ".join(f"{value:.4f} in {name}" for name, value in costs.items())
-        + ("" if has_bfloat16("cpu") else "; bfloat16 not measured: this processor has none")
+    cost = f"- FedAsync's CNN after {wanted.versions} versions: accuracy " + ", ".join(
+        f"{value:.4f} in {name}" for name, value in costs.items()
     )
     text = "\n".join(
         [

@@ -52,6 +52,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "digest": head.digest,
         "published_as": head.encoded.format if head.encoded else "f32",
         "mean_staleness": head.mean_staleness,
+        "step": vars(head.step) if head.step is not None else None,
         "buffered_now": head.buffered,
         "encoded": view.encoded,
         "tasks": {"issued": view.issued, **view.outcomes, "open": view.tasks},

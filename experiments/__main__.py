@@ -36,7 +36,7 @@ def reproduce(
     scale: float,
     data_root: str | None,
     cells: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     processes: int | None,
     out: Path | None,
     again: bool,
@@ -95,8 +95,13 @@ def main(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="seed of the first repeat; the next has N + 1")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="seed of the first repeat, usually 0; the next has N + 1",
+        ),
+    ] = None,
     scale: Annotated[
         float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by S")
     ] = 1.0,

@@ -363,6 +363,8 @@ class Experiment:
     cells: Sequence[Cell]
     repeats: int = LEAST_REPEATS
     """of each cell"""
+    first: int = 0
+    """number of the first repeat, unless the command names another"""
     metric: str = "accuracy"
     """one of the task's"""
     higher: bool = True

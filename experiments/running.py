@@ -90,24 +90,26 @@ def jobs_of(
     scale: float,
     data_root: str | None,
     cells: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
 ) -> list[PlannedRun]:
     """The runs of an experiment, with ``repeats`` per cell; None: as many as it declares.
 
     ``cells``: labels or patterns; empty: all cells. ``seed``: number, and so seed, of the first
-    repeat. Runs on the same data come one after the other, since a process keeps the data that it
-    read last. Raises ConfigError for a pattern that matches no cell.
+    repeat; None: as the experiment declares. Runs on the same data come one after the other, since
+    a process keeps the data that it read last. Raises ConfigError for a pattern that matches no
+    cell.
     """
+    first = experiment.first if seed is None else seed
     jobs = [
-        job_of(experiment, cell, seed + repeat, scale, data_root)
+        job_of(experiment, cell, first + repeat, scale, data_root)
         for cell in chosen(experiment, cells)
         for repeat in range(repeats or experiment.repeats)
     ]
     data = [
         json.dumps({k: v for k, v in job.sets.items() if k.startswith("task.")}) for job in jobs
     ]
-    first = {of: n for n, of in reversed(list(enumerate(data)))}
-    return [job for _, job in sorted(zip(data, jobs, strict=True), key=lambda x: first[x[0]])]
+    place = {of: n for n, of in reversed(list(enumerate(data)))}
+    return [job for _, job in sorted(zip(data, jobs, strict=True), key=lambda x: place[x[0]])]
 
 
 def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
@@ -361,7 +363,7 @@ def run(
     scale: float = 1.0,
     data_root: str | None = None,
     cells: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     processes: int | None = 1,
     again: bool = False,
     command: str = "",
@@ -379,7 +381,7 @@ def run(
         experiment, repeats=repeats, scale=scale, data_root=data_root, cells=cells, seed=seed
     )
     settings_of(wanted[0].sets)
-    some = {(job.cell, job.repeat) for job in wanted} if cells or seed else None
+    some = {(job.cell, job.repeat) for job in wanted} if cells or seed is not None else None
     there = store.begin(experiment, scale, again=again, some=some)
     missing = [job for job in wanted if (job.cell, job.repeat) not in there]
     processes, threads = share(len(missing), processes)

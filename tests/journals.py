@@ -33,11 +33,18 @@ from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
 from fedstream.strategies import (
+    AcedSettings,
     AfaCdSettings,
     AfaCsSettings,
+    AflGuardSettings,
+    BasgdSettings,
+    Ca2flSettings,
+    FadasSettings,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
+    RingleaderSettings,
+    RingmasterSettings,
     ScaffoldSettings,
     State,
     Strategy,
@@ -138,7 +145,7 @@ class Scribe:
         step = take(rule, before, upload, model, Model(self.layout))
         assert step.decision
         if step.decision.outcome == "dropped":
-            return self._taken(upload, sent, outcome="refused", reason="too stale")
+            return self._taken(upload, sent, outcome="refused", reason=step.decision.reason)
         made = self._made(step)
         return self._taken(
             upload, sent, outcome=step.decision.outcome, weight=step.decision.weight, **made
@@ -336,7 +343,8 @@ class Scribe:
 def write_golden() -> None:
     """A small journal of each strategy, of each wire format of updates and models, one with
     quarantines, one with evaluations on the devices, one with a dropped round, one with a server
-    optimizer, and two with digests by BLAKE3 (all others are by SHA-256).
+    optimizer, one with a robust mean and clipping, and two with digests by BLAKE3 (all others are
+    by SHA-256).
 
     With the digests of their versions.
 
@@ -349,11 +357,20 @@ def write_golden() -> None:
         AfaCdSettings(buffer_size=3),
         AfaCsSettings(buffer_size=3, max_staleness=1),
         ScaffoldSettings(buffer_size=3, server_lr=0.5),
+        BasgdSettings(buckets=3, staleness=Polynomial()),
+        AflGuardSettings(root=(0, 6), radius=1.6),
+        Ca2flSettings(buffer_size=3, server_lr=0.5),
+        AcedSettings(max_age=4),
+        FadasSettings(buffer_size=3, delay_adaptive="code"),
+        RingmasterSettings(max_staleness=3),
+        RingleaderSettings(devices=3),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
     journals["evaluations"] = FedAsyncSettings(), "f32"
     journals["optimizer"] = FedBuffSettings(buffer_size=2, server=Yogi()), "f32"
+    robust = FedBuffSettings(buffer_size=3, aggregate="geometric median", clip=1.5)
+    journals["robust"] = robust, "f32"
     journals["dropped"] = FedAvgSettings(clients_per_round=3), "f32"
     blake3 = {"blake3": "f32", "blake3-models": "int8"}  # what they publish in
     journals["blake3"] = FedBuffSettings(buffer_size=3), "f32"
@@ -385,7 +402,8 @@ def write_golden() -> None:
         for n in range(12):
             late = n % 4 // 3 if rule.name == "fedavg" else n % 5
             # The others of the same run send float32.
-            scribe.update(late=late, format=how if n % 4 else "f32")
+            device = (0, 0, 1, 2, 2, 0)[n % 6] if rule.name == "ringleader" else None
+            scribe.update(device, late=late, format=how if n % 4 else "f32")
             if n == 4:
                 scribe.refuse()
             if n == 6:

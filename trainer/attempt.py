@@ -10,7 +10,8 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
+_STALE_S = 0.05  # between reads of the newest version, as trainers may not wait for one
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # of a workspace that can't be resumed
 
 
@@ -93,6 +95,11 @@ class Newest:
             except (BlobDamaged, BlobMissing) as error:
                 raise Unavailable(f"device {device}'s control is being written") from error
         return Start(head.version, head.given, model, control)
+
+    async def version(self) -> int:
+        """The newest version's number. Raises FedstreamError."""
+        head = await self._ledger.head()
+        return -1 if head is None else head.version
 
     async def epoch_key(self) -> EpochKey:
         """The helper's newest key, as Redis has it. Raises Unavailable, BadMessage."""
@@ -170,6 +177,8 @@ class Attempt:
         self._lost = lost
         self._shared = shared
         self._stop = shared.context.stop
+        self._tau = 0
+        self._is_stale = False  # whether an update from version tau would be too stale
         self._began = time.monotonic()
 
     @property
@@ -186,11 +195,15 @@ class Attempt:
             if self._is_cancelled():
                 raise Cancelled
             await self._until_eligible()
-            return await self._answer_from(await self._start())
+            start = await self._start()
+            self._tau, self._is_stale = start.version, False
+            async with self._watching():
+                return await self._answer_from(start)
         except Cancelled:
-            if self._is_over() or not self._is_late():
+            if self._is_over() or not self._is_cancelled():
                 raise
-            return self._give_up(reasons.DEADLINE_PASSED)
+            late = reasons.DEADLINE_PASSED if self._is_late() else reasons.BECAME_STALE
+            return self._give_up(late)
 
     async def _answer_from(self, start: Start) -> Upload | GiveUp:
         task, shared = self._task, self._shared
@@ -219,7 +232,9 @@ class Attempt:
         shared.failures.trained()
         # If told to stop now, answer at once rather than lose the trained model.
         left_s = simulated.latency_s - self.seconds
-        await self._device_time(left_s, lambda: self._lost.is_set() or self._is_late())
+        await self._device_time(
+            left_s, lambda: self._lost.is_set() or self._is_late() or self._is_stale
+        )
         return self._upload(start, work, learned)
 
     async def _start(self) -> Start:
@@ -261,7 +276,8 @@ class Attempt:
         shared = self._shared
         while True:
             try:
-                with Guard(self._is_cancelled, self._hangs, patience_s=shared.settings.drain_s):
+                # A train() that does not stop may finish an update that has become too stale.
+                with Guard(self._has_ended, self._hangs, patience_s=shared.settings.drain_s):
                     return await shared.thread.run(
                         shared.learner.train,
                         start,
@@ -367,8 +383,30 @@ class Attempt:
         deadline = self._task.deadline
         return deadline is not None and self._shared.now() > deadline
 
-    def _is_cancelled(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._is_over() or self._is_late()
+
+    def _is_cancelled(self) -> bool:
+        return self._has_ended() or self._is_stale
+
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Cancel the training inside the block once its update would be too stale."""
+        if not self._shared.run.cancel_stale:
+            yield
+            return
+        watching = asyncio.create_task(self._watch(), name="staleness")
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+
+    async def _watch(self) -> None:
+        most = self._shared.run.max_staleness or 0
+        while not self._is_stale and not await pause(self._stop, _STALE_S):
+            with suppress(FedstreamError):  # training goes on while Redis is away
+                self._is_stale = await self._shared.newest.version() - self._tau > most
 
     async def _until_eligible(self) -> None:
         """Wait until the device may train. Raises Cancelled."""

@@ -38,15 +38,6 @@ def check(key: str, place: Processor) -> None:
         )
 
 
-def has_bfloat16(place: Processor) -> bool:
-    """Whether a processor computes in bfloat16 by its own instructions (AVX-512, AMX; a GPU)."""
-    import torch
-
-    # Private, but torch is pinned to one release.
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
-    return place == "cuda" or supported
-
-
 def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
     """Move a TensorDataset to ``place``; return other data unchanged, for the loss to move."""
     from torch.utils.data import TensorDataset
@@ -54,6 +45,19 @@ def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
     if place == "cpu" or type(data) is not TensorDataset:
         return data
     return TensorDataset(*(tensor.to(place) for tensor in data.tensors))
+
+
+def thinned(data: Dataset[Any], rows: int) -> Dataset[Any]:
+    """At most ``rows`` items of map-style data, evenly spaced."""
+    import torch
+    from torch.utils.data import Subset, TensorDataset
+
+    if (size := samples_of(data)) <= rows:
+        return data
+    at = torch.arange(rows) * size // rows
+    if type(data) is TensorDataset:
+        return TensorDataset(*(tensor[at] for tensor in data.tensors))
+    return Subset(data, at.tolist())
 
 
 @cache

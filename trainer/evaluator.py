@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, nan
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from aiohttp import web
@@ -28,6 +29,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.plugins import users_traceback, words
 from fedstream.runtime.service import Context, repeat
+from fedstream.trainer.adaptive_steps import Scorer, StepProposals
 from fedstream.trainer.data import Processor, Threads, check, placed
 from fedstream.trainer.device_evaluations import DeviceEvaluations, is_due
 from fedstream.trainer.goals import (
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from fedstream.strategies.adapt import Adapt
 
 PerDevice: TypeAlias = Literal["never", "last", "always"]
 """When devices are measured: never, with a run's last version, with every measurement."""
@@ -79,8 +82,13 @@ class Evaluator:
         load: Callable[[], Task],
         stop: StopSettings | None,
         run_devices: int | None = None,
+        adapt: tuple[Adapt, Path] | None = None,
     ) -> None:
-        """``run_devices``: the key ``task.devices``; None: the task decides."""
+        """``run_devices``: the key ``task.devices``; None: the task decides. ``adapt``: how the
+        rule's step adapts, and the journal's folder; None: it doesn't.
+        """
+        self._adapt = adapt
+        self._alone = asyncio.Lock()  # held while the module is used
         self._run_devices = run_devices
         self._settings = settings
         self._keys = keys
@@ -128,23 +136,22 @@ class Evaluator:
             context.log.info("nothing to measure: the task has no test data")
         measuring = repeat(context, "models", self._step, within_s=600.0)
         try:
-            if on_devices is None:
-                await measuring
-                return
-            every = on_devices.every or self._settings.every
-            self._on_devices = DeviceEvaluations(
-                on_devices,
-                every,
-                self._ledger,
-                Reader(self._client, {self._keys.models: "0"}),
-                context,
-                self._learning.goal,
-                self._candidate,
-                self._found,
-            )
             async with asyncio.TaskGroup() as group:
+                if on_devices is not None:
+                    self._on_devices = DeviceEvaluations(
+                        on_devices,
+                        on_devices.every or self._settings.every,
+                        self._ledger,
+                        Reader(self._client, {self._keys.models: "0"}),
+                        context,
+                        self._learning.goal,
+                        self._candidate,
+                        self._found,
+                    )
+                    group.create_task(repeat(context, "devices", self._evaluate_devices))
+                if self._proposals is not None:
+                    group.create_task(repeat(context, "steps", self._adapt_steps, within_s=600.0))
                 group.create_task(measuring)
-                group.create_task(repeat(context, "devices", self._evaluate_devices))
         finally:
             await self._client.close()
 
@@ -163,6 +170,16 @@ class Evaluator:
                 return
         await pause(self._context.stop, _GONE_S)
 
+    async def _adapt_steps(self) -> None:
+        """Take the proposals of steps further."""
+        assert self._proposals is not None  # noqa: S101  (made before this is first called)
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            await pause(self._context.stop, _GONE_S)
+            return
+        await self._proposals.step(run)
+
     def _prepare(self) -> None:
         import torch
 
@@ -177,6 +194,17 @@ class Evaluator:
         Stopping(self._stop, self._learning.goal)  # raises
         self._module: nn.Module = untrained(self._learning).to(place)
         self._layout = layout_of(self._module)
+        self._proposals: StepProposals | None = None
+        if self._adapt is not None:
+            adapt, journal = self._adapt
+            self._proposals = StepProposals(
+                journal,
+                Scorer(adapt, self._learning, self._module, place),
+                self._ledger,
+                Reader(self._client, {self._keys.models: "0"}),
+                self._context,
+                self._alone,
+            )
 
     async def _begin(self, run: Run) -> None:
         """Begin to measure a run; with ``patience``, first recall the measurements so far.
@@ -263,10 +291,11 @@ class Evaluator:
             await pause(self._context.stop, _GONE_S)
             return
         try:
-            with self._seconds.time():
-                metrics = await asyncio.to_thread(
-                    self._evaluate, model, head.version, run.devices, is_last
-                )
+            async with self._alone:
+                with self._seconds.time():
+                    metrics = await asyncio.to_thread(
+                        self._evaluate, model, head.version, run.devices, is_last
+                    )
         except Exception as error:
             await self._report(error, head)
             self._measured, self._lacks_spread = head.version, False

@@ -18,6 +18,7 @@ from fedstream.trainer import local_values, vector
 from fedstream.trainer.compression import Compression, compress
 from fedstream.trainer.data import Processor, check, placed, size_of
 from fedstream.trainer.on_devices import sums_of
+from fedstream.trainer.precision import Precision
 from fedstream.trainer.solvers import Trained
 from fedstream.trainer.task import untrained
 
@@ -100,7 +101,14 @@ class Learned:
 class Learner:
     """The task, its module and its data, loaded at creation. Only one thread may use it."""
 
-    def __init__(self, load: Callable[[], Task], threads: int, place: Processor) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Task],
+        threads: int,
+        place: Processor,
+        say: Callable[[str], object] = lambda _line: None,
+    ) -> None:
+        """``say``: called with a line if bfloat16 is configured but slower than float32."""
         check("trainer.device", place)
         torch.set_num_threads(threads)
         torch.backends.cudnn.deterministic = True  # for the same bits when a task is repeated
@@ -108,6 +116,7 @@ class Learner:
         self._module = untrained(task).to(place)
         self.layout = vector.layout_of(self._module)
         self._place = place
+        self._precision = Precision(task, say)
         self._data = lru_cache(_PARTITIONS_KEPT)(self._loaded)
 
     def train(
@@ -123,9 +132,10 @@ class Learner:
 
         ``memory``: error feedback of the device's last update; None: zero.
         """
+        data = self._data(work.device)
         module = self._loaded_with(start.model, start.local)
-        work = replace(work, descents=count())
-        trained = self.task.train(module, self._data(work.device), work)
+        work = self._precision.settled(replace(work, descents=count()), module, data)
+        trained = self.task.train(module, data, work)
         vector.read(self._module, into)
         local = local_values.read(self._module, self.layout)
         took = as_sent(

@@ -193,7 +193,7 @@ class Trainer:
         loaded = False
         context.health.ready_when("task loaded", lambda: loaded)
         with Worker("training") as thread:
-            learner = await thread.run(self._loaded)
+            learner = await thread.run(self._loaded, context)
             loaded = True
             gc.freeze()  # torch and the task live as long as the process
             self._outage_limit.heard = time.monotonic()
@@ -252,11 +252,12 @@ class Trainer:
         finally:
             shift.leases.abandon()
 
-    def _loaded(self) -> Learner:
+    def _loaded(self, context: Context) -> Learner:
         """Load torch and the task. Runs in the training thread."""
         from fedstream.trainer.learner import Learner
 
-        return Learner(self._load, self._settings.threads, self._settings.device)
+        settings, say = self._settings, context.log.warning
+        return Learner(self._load, settings.threads, settings.device, say)
 
     async def _join(self, context: Context, learner: Learner) -> bool:
         """Join the run; False if it doesn't exist yet.

@@ -123,6 +123,13 @@ class Task(ABC):
         """The data to evaluate models on, map-style; None: models are not evaluated."""
         return None
 
+    def validation_data(self) -> Dataset[Any] | None:
+        """The data by which ``strategy.adapt`` scores models; by default the test data.
+
+        Data of their own keep the measurements on the test data honest.
+        """
+        return self.test_data()
+
     def device_test_data(self, device: int) -> Dataset[Any] | None:
         """The test data of one device, map-style; None: the device is not measured.
 

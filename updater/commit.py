@@ -35,7 +35,7 @@ from fedstream.strategies import DeviceVectors, Strategy
 from fedstream.updater.decider import blob_of, version_of
 from fedstream.updater.intake import is_small, together
 from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.state import Change, RunState
+from fedstream.updater.state import Change, RunState, step_size
 
 if TYPE_CHECKING:
     from fedstream.updater.sums import Sums
@@ -207,11 +207,12 @@ class Commits:
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self.publisher.outlived(publish[-1].size) if publish else (),
-            events=[change.event for change in changes if change.event is not None],
+            events=[event for change in changes for event in change.events()],
             finish=next((change.finish for change in changes if change.finish is not None), None),
             quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
             quarantines_before=self.told_quarantines,
             privacy=loss if loss != self.told_loss else None,
+            step=step_size(state.strategy, progress),
         )
         done = await self.ledger.commit(self.lease.token, commit, ahead=ahead, look=look)
         if done.what == "done":
@@ -274,10 +275,13 @@ class Commits:
             mean_staleness=progress.mean_staleness,
             quarantines=state.quarantines,
             privacy=self._loss(progress),
+            step=step_size(state.strategy, progress),
         )
         if reply.what != "created":
             await pause(self.context.stop, _LOST_S)
             return None
+        if self.sums is not None:
+            self.sums.renew_key()
         await self.publisher.look()
         return state.counted(reply.counts, state.journalled).agreeing(epoch)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,18 @@ from fedstream.core.messages import (
     RoundEnd,
     Sends,
     SetQuarantine,
+    StepProposed,
     Upload,
     Version,
 )
-from fedstream.journal import EvaluationEnded, QuarantineSet, RoundClosed, SumOpened, Taken
+from fedstream.journal import (
+    EvaluationEnded,
+    QuarantineSet,
+    RoundClosed,
+    StepScaled,
+    SumOpened,
+    Taken,
+)
 from fedstream.journal.norms import WINDOW, sizes
 from fedstream.journal.progress import Progress, Step, close_round, open_sum, take, weight_of
 from fedstream.journal.rebuild import end_of, unfit
@@ -65,7 +73,7 @@ LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 _AT_FIRST = (1,) * 20  # samples of updates before the first
 _SAMPLES = 10  # times the median
 
-QueueMessage = Upload | RoundEnd | SetQuarantine | DevicesEvaluated
+QueueMessage = Upload | RoundEnd | SetQuarantine | DevicesEvaluated | StepProposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +105,8 @@ class Decider:
             return self._set_quarantine(entry, message, state)
         if isinstance(message, DevicesEvaluated):
             return self._end_evaluation(entry, message, state)
+        if isinstance(message, StepProposed):
+            return self._scale_step(entry, message, state)
         if isinstance(message, RoundEnd):
             return await _off_loop(state, partial(self._end_round, entry, message, state))
         # Checked before mixing into the strategy's memory, which cannot be undone.
@@ -187,7 +197,9 @@ class Decider:
             before = state.progress.with_sizes(counted)
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return self._refuse(entry, upload, state, reasons.TOO_STALE, counted, unused)
+            reason = step.decision.reason if step.decision else reasons.TOO_STALE
+            refused = self._refuse(entry, upload, state, reason, counted, unused)
+            return replace(refused, suspects=step.suspects)
         version, payload, finish = self._made(state, step)
         record = Taken(
             entry=entry.id,
@@ -215,6 +227,7 @@ class Decider:
             finish,
             given=payload,
             used=(before.state.model, *unused),
+            suspects=step.suspects,
         )
 
     def _refuse(
@@ -393,6 +406,45 @@ class Decider:
         )
         return Change(entry.id, record, (), before, event=event)
 
+    def _scale_step(self, entry: Entry, proposed: StepProposed, state: RunState) -> Change:
+        """Scale the rule's step within its bounds; without a record if the proposal is void.
+
+        It is void if the rule doesn't adapt, if the proposal is of versions on which, or before
+        which, an earlier one was obeyed (it is repeated, late, or another evaluator's), or if it
+        changes nothing.
+        """
+        before, rule = state.progress, state.strategy
+        void = Change(entry.id, None, (), before)
+        if rule.adapt is None or state.is_over:
+            return void
+        scale = rule.adapt.bounded(rule.step_rate, proposed.scale)
+        known = before.scaled_at < proposed.at <= state.version
+        if not known or scale == before.scale or state.ends.obeyed(entry.id):
+            return void
+        was, rate = rule.step_rate * before.scale, rule.step_rate * scale
+        record = StepScaled(
+            entry=entry.id,
+            at=proposed.at,
+            scale=scale,
+            key=rule.step_key,
+            rate=rate,
+            metric=proposed.metric,
+            scores=proposed.scores,
+            version=state.version,
+            time=self.ledger.now(),
+            received=entry.time,
+            counts=dict(state.besides),
+        )
+        event = Event(
+            what="step_scaled",
+            service="updater",
+            time=record.time,
+            version=state.version,
+            text=f"{rule.step_key} from {was:.4g} to {rate:.4g}",
+        )
+        after = replace(before, scale=scale, scaled_at=proposed.at)
+        return Change(entry.id, record, (), after, event=event)
+
     # both
 
     def _apart(self, state: RunState) -> RunState:
@@ -438,6 +490,8 @@ def need_of(entry: Entry, message: QueueMessage, state: RunState) -> str:
         return DROPPED_ROUNDS if message.drops else ""
     if isinstance(message, DevicesEvaluated):
         return EVALUATIONS if message.evaluation > state.evaluation else ""
+    if isinstance(message, StepProposed):
+        return ""  # declared by a segment whose rule adapts
     changes = state.quarantines.changed(message) and not state.ends.obeyed(entry.id)
     return QUARANTINES if changes else ""
 

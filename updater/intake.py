@@ -17,7 +17,14 @@ from fedstream.broker.streams import Entry, Look, Reader
 from fedstream.core.errors import BadMessage, BlobDamaged, BlobMissing, BrokerError
 from fedstream.core.formats import F32
 from fedstream.core.layout import Layout, Payload
-from fedstream.core.messages import DevicesEvaluated, RoundEnd, SetQuarantine, Upload, decode
+from fedstream.core.messages import (
+    DevicesEvaluated,
+    RoundEnd,
+    SetQuarantine,
+    StepProposed,
+    Upload,
+    decode,
+)
 from fedstream.updater.buffers import BufferPool
 from fedstream.updater.decider import LARGE, QueueMessage, refusal_by_format
 from fedstream.updater.state import Ends
@@ -220,7 +227,7 @@ class Fetched:
 
 def _message(entry: Entry) -> QueueMessage | BadMessage:
     try:
-        return decode(entry.data, Upload, RoundEnd, SetQuarantine, DevicesEvaluated)
+        return decode(entry.data, Upload, RoundEnd, SetQuarantine, DevicesEvaluated, StepProposed)
     except BadMessage as error:
         return error
 

@@ -31,6 +31,7 @@ from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import Change, RunState
+from fedstream.updater.suspects import Suspicions
 
 if TYPE_CHECKING:
     from fedstream.updater.sums import Sums
@@ -41,7 +42,7 @@ _SILENT_S = 600.0  # without a version, before this is logged
 
 @dataclass(kw_only=True)
 class Upkeep:
-    """Frees older models when Redis is full, and logs when no version is made."""
+    """Frees older models when Redis is full, logs when no version is made, asks for quarantines."""
 
     context: Context
     client: Client
@@ -56,6 +57,10 @@ class Upkeep:
             # A full Redis may be why the queue is empty, and only the updater may delete models.
             await self.make_room()
         await self._break_silence(state)
+
+    async def ask(self, wanted: SetQuarantine) -> None:
+        """Add a control entry to the queue, which this updater takes in order with the updates."""
+        await self.client.call("XADD", self.ledger.keys.queue, "*", "m", wanted.encode())
 
     async def make_room(self) -> None:
         """Delete older models, as a full Redis accepts no write."""
@@ -103,6 +108,7 @@ class Loop:
     commits: Commits
     recovery: Recovery
     upkeep: Upkeep
+    suspicions: Suspicions
     sums: Sums | None = None  # of a private run
     state: RunState = field(init=False)  # set by the recovery
     unwritten: list[DecidedChange] = field(default_factory=list)  # not in the journal yet
@@ -171,6 +177,8 @@ class Loop:
                 self.unwritten.append(DecidedChange(change, state, after))
                 state.ends.decide(change)
                 state = after
+                if (asked := self.suspicions.after(change, state)) is not None:
+                    await self.upkeep.ask(asked)
                 finishing = change.finish is not None
 
     async def _open_sum(self, sums: Sums) -> None:
@@ -193,8 +201,8 @@ class Loop:
         if blamed is not None:
             suspects.add(blamed)
         if suspects:
-            asked = SetQuarantine(devices=tuple(sorted(suspects)[:QUARANTINED]), why=_SPOILS)
-            await self.upkeep.client.call("XADD", self.ledger.keys.queue, "*", "m", asked.encode())
+            devices = tuple(sorted(suspects)[:QUARANTINED])
+            await self.upkeep.ask(SetQuarantine(devices=devices, why=_SPOILS))
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.

@@ -45,6 +45,7 @@ from fedstream.journal.records import (
     DROPPED_ROUNDS,
     EVALUATIONS,
     PRIVATE_SUMS,
+    STEP_SCALES,
     UNSHARED,
     WIRE_FORMATS,
 )
@@ -295,6 +296,8 @@ class Recovery:
             State(version, model, memory),
             mean_staleness=head.mean_staleness,
             norms=norms or Norms(),
+            scale=head.step.scale if head.step is not None else 1.0,
+            scaled_at=version,
         )
         state = RunState(
             run=run,
@@ -447,6 +450,7 @@ class Recovery:
             seed=head.seed,
             created=head.created,
             max_staleness=strategy.max_staleness,
+            cancel_stale=strategy.cancel_stale,
             sends=strategy.sends,
             by_steps=strategy.by_steps,
             lineage=head.lineage,
@@ -487,6 +491,8 @@ class Recovery:
             known.add(UNSHARED)
         if state.evaluation:
             known.add(EVALUATIONS)
+        if state.strategy.adapt is not None:
+            known.add(STEP_SCALES)
         if state.strategy.masked:
             known |= {PRIVATE_SUMS, WIRE_FORMATS}
         head = SegmentHead(

@@ -41,6 +41,7 @@ from fedstream.updater.intake import Intake
 from fedstream.updater.loop import Loop, Upkeep
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.recovery import Recovery
+from fedstream.updater.suspects import Suspicions
 
 if TYPE_CHECKING:
     from fedstream.updater.sums import Sums
@@ -54,6 +55,8 @@ class UpdaterSettings(Section):
     max_norm: Annotated[float, Field(gt=0)] | None = None  # Euclidean norm of an update's vector
     norm_factor: Annotated[float, Field(ge=0)] = 30.0  # times the usual size; 0: no limit
     max_samples: Annotated[int, Field(ge=1)] | None = None  # that an untrusted device may count as
+    # A device is quarantined once its updates stood out so often in a row; 0: never.
+    quarantine_after: Annotated[int, Field(ge=0)] = 0
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
@@ -196,6 +199,7 @@ class Updater:
             commits=commits,
             recovery=recovery,
             upkeep=upkeep,
+            suspicions=Suspicions(self._settings.quarantine_after),
             sums=self._sums,
         )
 

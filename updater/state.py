@@ -18,6 +18,7 @@ from fedstream.core.records import (
     Head,
     Quarantines,
     Run,
+    StepSize,
     counted,
     without,
 )
@@ -46,6 +47,22 @@ class Change:
     used: tuple[Payload, ...] = ()  # payloads read or written: models, the received update
     given: Payload | None = None  # the version's published payload
     event: Event | None = None  # told with the commit
+    suspects: tuple[int, ...] = ()  # devices with updates that stand out
+
+    def events(self) -> Iterator[Event]:
+        """The events that the commit tells."""
+        if self.event is not None:
+            yield self.event
+        if (record := self.record) is not None:
+            for device in self.suspects:
+                yield Event(
+                    what="suspect",
+                    service="updater",
+                    time=record.time,
+                    version=record.version,
+                    device=device,
+                    text="its update stands out",
+                )
 
     def needs(self) -> Iterator[Payload]:
         """The payloads that must not be overwritten before the commit."""
@@ -139,6 +156,13 @@ class Ends:
     def copy(self) -> Ends:
         """A copy with the journalled ends only, to which other ends can be added."""
         return Ends(self.index, self.done, self.controls)
+
+
+def step_size(rule: Strategy, progress: Progress) -> StepSize | None:
+    """The length of the rule's steps; None if it does not adapt."""
+    if rule.adapt is None:
+        return None
+    return StepSize(rule.step_key, rule.step_rate * progress.scale, progress.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ synced before the helper is asked, and whichever updater asks again asks for the
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 from itertools import chain
@@ -77,6 +78,7 @@ class Sums:
         self._client, self._keys = client, keys
         self._tls = client_context(settings)
         self._epochs: frozenset[str] | None = None  # that the helper can open; None: unknown
+        self._key_due = asyncio.Event()  # Redis may have another key than the helper's newest
         self._loss: tuple[Mapping[int, PrivacyAccount], PrivacyLoss | None] = {}, None
 
     @property
@@ -99,6 +101,7 @@ class Sums:
         if (sealed := _sealed_in(upload)) is None or not _is_of(sealed, upload, state, policy):
             return reasons.SEAL
         if self._epochs is not None and sealed.epoch not in self._epochs:
+            self.renew_key()  # Redis may have an earlier key, to which other devices seal, too
             return reasons.HELPER_LOST
         if any(one.device == upload.device for one in progress.held) or any(
             upload.device in devices for devices in progress.recent
@@ -156,7 +159,9 @@ class Sums:
     async def open(self, state: RunState) -> Opening:
         """Ask the helper for the masks of the batch that is due.
 
-        Raises HelperUnavailable, and ConfigError if the helper does not know us.
+        If the helper has lost the batch's keys, its newest key is published first: a batch after
+        this one is sealed to it. Raises HelperUnavailable, and ConfigError if the helper does not
+        know us.
         """
         progress = state.progress
         intent = Intent(
@@ -187,12 +192,19 @@ class Sums:
             )
         if reason not in REFUSALS:  # of a later release: reasons are few, in journals and metrics
             reason = "refused"
+        if reason == reasons.HELPER_LOST:
+            await self._publish_key()
         return Opening(intent, None, reason, _blamed(reason, about, intent))
 
+    def renew_key(self) -> None:
+        """Publish the helper's key soon: Redis may have none, or an earlier one."""
+        self._key_due.set()
+
     async def keep_key(self, context: Context) -> None:
-        """Publish the helper's key in Redis, where devices' trainers find it, until stopped."""
+        """Publish the helper's key in Redis, where devices' trainers find it, until cancelled."""
         lost = False
-        while not context.stop.is_set():
+        while True:
+            self._key_due.clear()
             try:
                 await self._publish_key()
             except FedstreamError as error:
@@ -203,7 +215,7 @@ class Sums:
                 lost = True
             else:
                 lost = False
-            await pause(context.stop, _LOOK_S if not lost else 1.0)
+            await pause(self._key_due, _LOOK_S if not lost else 1.0)
 
     async def _publish_key(self) -> None:
         status, body, _, headers = await self._ask("GET", "/v1/key")

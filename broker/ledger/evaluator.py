@@ -13,7 +13,14 @@ from fedstream.broker.keys import TRAINERS
 from fedstream.broker.ledger.base import FINISH_RUN, Finishing, Rights, packed
 from fedstream.broker.ledger.queries import device_of
 from fedstream.broker.scripts import Script
-from fedstream.core.messages import DevicesEvaluated, Evaluation, Event, Goal, Measured
+from fedstream.core.messages import (
+    DevicesEvaluated,
+    Evaluation,
+    Event,
+    Goal,
+    Measured,
+    StepProposed,
+)
 from fedstream.core.records import Best, Head, mapping
 
 _PIN = Script("pin")
@@ -27,7 +34,7 @@ RIGHTS = Rights(
     both=("run", "events", "best", "evaluation", "evaluations", "measured", "counts"),
     reads=("head", "models", "model:*", "kept", "owners", "pool", "alive", "concurrent", "open"),
     writes=("queue", "tasks", "tasks:*"),
-    commands=("xread", "hgetall", "hkeys", "smembers", "zrangebyscore", *blobs.READS),
+    commands=("xread", "xadd", "hgetall", "hkeys", "smembers", "zrangebyscore", *blobs.READS),
     scripts=(FINISH_RUN, _PIN, _TELL, _OPEN_EVALUATION, _ASK_DEVICES, _END_EVALUATION),
 )
 
@@ -101,6 +108,10 @@ class EvaluatorLedger(Finishing):
         ``goal``: of the metric of ``found``, whose value is finite and whose model is pinned.
         """
         await self._run(_TELL, event.encode(), *_candidate(found, goal))
+
+    async def propose(self, step: StepProposed) -> None:
+        """Queue a scale of the rule's step; the updater ignores one that comes twice or late."""
+        await self._client.call("XADD", self.keys.queue, "*", "m", step.encode())
 
     async def present(self, devices: int) -> Sequence[int]:
         """The devices of a run of ``devices`` that a live trainer serves now, in order."""

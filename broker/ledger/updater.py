@@ -26,6 +26,7 @@ from fedstream.core.records import (
     PrivacyLoss,
     Quarantines,
     Run,
+    StepSize,
     flattened,
     mapping,
 )
@@ -116,6 +117,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         mean_staleness: float = 0.0,
         quarantines: Quarantines = NO_QUARANTINES,
         privacy: PrivacyLoss | None = None,
+        step: StepSize | None = None,
     ) -> Committed:
         """Create the run with its first version, or restore its newest version in Redis.
 
@@ -134,7 +136,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             "counts": dict(counts or {}),
             "outcomes": OUTCOMES,
             "journalled": packed(dict(journalled or {})),
-            "head": self._head(version, held, 0, mean_staleness, privacy),
+            "head": self._head(version, held, 0, mean_staleness, privacy, step),
         } | _published(version)
         if quarantines.taken:
             about["quarantines"] = quarantines.packed()
@@ -179,6 +181,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
                 commit.retained,
                 commit.mean_staleness,
                 commit.privacy,
+                commit.step,
             ),
             "journalled": packed(dict(commit.journalled)),
             "before": commit.before,
@@ -276,6 +279,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         retained: int,
         staleness: float,
         privacy: PrivacyLoss | None,
+        step: StepSize | None,
     ) -> list[str | bytes]:
         values: dict[str, object] = {
             "held": " ".join(map(str, held)),
@@ -284,6 +288,8 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         }
         if privacy is not None:
             values["privacy"] = privacy.packed()
+        if step is not None:
+            values["step"] = packed(vars(step))
         if version is not None:
             values |= {
                 "version": version.version,

@@ -10,7 +10,6 @@ theorem 2 (any arrivals) 6 sigma_G^2, for 2 L s + 3 (tau L s)^2 <= 1; theorem 3 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,15 +27,16 @@ from experiments.theory.claims import (
     near,
 )
 from experiments.theory.loop import closed_loop, points
-from experiments.theory.quadratics import Quadratics, Wide, fan, stationary
+from experiments.theory.quadratics import Quadratics, fan, stationary
+from experiments.theory.sgd import Wide
 from fedstream.strategies import AfaCdSettings, AfaCsSettings, State
 
 DEVICES, BATCH, OLDEST = 10, 5, 4
 BIASED = np.array([0.19, 0.19, *[0.1] * 6, 0.01, 0.01])
 UNIFORM = np.full(DEVICES, 0.1)
 ABSENT = np.array([1.0] * 9 + [0.0])
-STEPS = (0.08, 0.04, 0.02, 0.01)  # server_lr, all within the theorems' conditions
-TRAJECTORY = 0.02  # the step whose trajectories are kept
+STEPS = (0.08, 0.04, 0.02)  # server_lr, all within the theorems' conditions
+TRAJECTORY = 0.04  # the step whose trajectories are kept
 VARIANCE = 1.0  # sigma^2, where there is noise
 LOCAL = 5  # H, where there are several local steps
 LOCAL_LRS = (0.4, 0.2, 0.1)
@@ -49,10 +49,10 @@ EitherAfa = AfaCdSettings | AfaCsSettings
 class GradientPath:
     """The course of |grad f(x_t)|^2 over a run."""
 
-    floor: float
-    """The mean after the burn-in."""
+    floors: Wide
+    """(runs,): the mean after the burn-in."""
     path: list[tuple[int, float]]
-    """(t, |grad f(x_t)|^2), thinned to even log-steps."""
+    """(t, |grad f(x_t)|^2) of the first run, thinned to even log-steps."""
     last: State
 
 
@@ -80,26 +80,29 @@ def run(
     lr: float = 1.0,
     start: float = 2.0,
     seed: int = 0,
+    runs: int = 1,
 ) -> GradientPath:
-    """One run from x_0 = ``start`` in every coordinate.
+    """Runs from x_0 = ``start`` in every coordinate, each with its own arrivals.
 
     ``burn_in`` and ``average`` are in units of 1 / server_lr versions: the slowest mode shrinks by
     e every 10 of them. The local rate ``lr`` cancels where H = 1, but float32 has most digits of G
     where it is 1.
     """
     drawn, noise = np.random.default_rng(seed).spawn(2)
-    x_0 = np.full((1, problem.dimensions), start, np.float32)
+    x_0 = np.full((runs, problem.dimensions), start, np.float32)
     skip, count = round(burn_in / rule.server_lr), round(average / rule.server_lr)
-    arriving = batches(drawn, odds, rule.buffer_size, oldest=OLDEST, steps=(local, local))
+    arriving = batches(
+        drawn, odds, rule.buffer_size, oldest=OLDEST, steps=(local, local), runs=runs
+    )
     states = closed_loop(
         rule.build(problem.devices), problem, x_0, arriving, lr=lr, oldest=OLDEST, rng=noise
     )
-    slopes = np.empty(skip + count)
+    slopes = np.empty((skip + count, runs))
     for t, state in enumerate(islice(states, skip + count)):
-        slopes[t] = problem.slope(points(state, x_0.shape))[0]
+        slopes[t] = problem.slope(points(state, x_0.shape))
     shown = np.unique(np.geomspace(1, skip + count, 300).round().astype(int)) - 1
-    path = [(int(t), float(slopes[t])) for t in shown]
-    return GradientPath(float(slopes[skip:].mean()), path, state)
+    path = [(int(t), float(slopes[t, 0])) for t in shown]
+    return GradientPath(slopes[skip:].mean(axis=0), path, state)
 
 
 def rounding(state: State) -> float:
@@ -149,10 +152,14 @@ def measure(
     steps: tuple[float, ...] = STEPS,
     *,
     average: float = 80.0,
-    settle: float = 200.0,
+    settle: float = 180.0,
     repeats: int = 5,
+    side_by_side: int = 8,
 ) -> Measured:
-    """What is predicted; in every repeat, the three rules' floors and AFA-CS's where it stalls."""
+    """What is predicted; in every repeat, the floors of AFA-CD and AFA-CS, and where AFA-CS stalls.
+
+    A repeat of AFA-CD is the mean of ``side_by_side`` runs.
+    """
     problem, different = objective(), uneven()
     everybody, nine = slice(None), slice(0, 9)
     found: Measured = {
@@ -174,58 +181,74 @@ def measure(
         "cs_absent_predicted": float(problem.slope(stationary(problem, nine, steps=1, lr=1.0))),
         "worst_sigma_g": [heterogeneity(worst_case(g)) for g in WORST],
     }
-    runs = [_repeat(steps, average, settle, seed) for seed in range(repeats)]
-    found |= {key: [run[key] for run in runs] for key in runs[0] if key != "paths"}
-    return found | {"paths": runs[0]["paths"]}
+    paths: dict[str, list[tuple[int, float]]] = {}
+    for name, odds in (("cd_biased", BIASED), ("cd_uniform", UNIFORM)):
+        courses = {
+            step: run(
+                cd(step), problem, odds, burn_in=60.0, average=average, runs=repeats * side_by_side
+            )
+            for step in steps
+        }
+        means = [courses[step].floors.reshape(repeats, -1).mean(axis=1) for step in steps]
+        found[name] = np.transpose(means).tolist()
+        paths[name] = courses[TRAJECTORY].path
+    again = [_repeat(steps, average, settle, seed) for seed in range(repeats)]
+    found |= {key: [one[key] for one in again] for key in again[0] if key != "paths"}
+    return found | {"paths": paths | again[0]["paths"]}
 
 
 def _repeat(steps: tuple[float, ...], average: float, settle: float, seed: int) -> Measured:
-    """One repeat's floors, over the steps or the other parameter that is varied, and its paths."""
-    problem, paths = objective(), {}
-    found: Measured = {"cs_rounding": []}
-    noisy, different = replace(problem, variance=VARIANCE), uneven()
-    rows: dict[str, tuple[Callable[[float], EitherAfa], Quadratics, Wide]] = {
-        "cd_biased": (cd, problem, BIASED),
-        "cd_uniform": (cd, problem, UNIFORM),
-        "cs_biased": (cs, problem, BIASED),
-        "cs_noise": (cs, noisy, BIASED),
-    }
-    for name, (rule, of, odds) in rows.items():
-        found[name] = []
-        for step in steps:
-            stops = name == "cs_biased"
-            burn_in, over = (settle, 20.0) if stops else (60.0, average)
-            course = run(rule(step), of, odds, burn_in=burn_in, average=over, seed=seed)
-            if stops:
-                found["cs_rounding"].append(rounding(course.last))
-            found[name].append(course.floor)
-            if step == TRAJECTORY:
-                paths[name] = course.path
+    """One repeat of what cannot share a model with others: AFA-CS's floors and theorem 1's."""
+    problem, different = objective(), uneven()
 
     def stall(
         of: Quadratics,
-        odds: Wide,
         step: float = TRAJECTORY,
+        odds: Wide = BIASED,
         burn_in: float = settle,
+        average: float = 20.0,
         local: int = 1,
         lr: float = 1.0,
     ) -> GradientPath:
-        return run(cs(step), of, odds, burn_in=burn_in, average=20.0, local=local, lr=lr, seed=seed)
+        return run(
+            cs(step), of, odds, burn_in=burn_in, average=average, local=local, lr=lr, seed=seed
+        )
 
-    local = [stall(different, BIASED, local=LOCAL, lr=lr) for lr in LOCAL_LRS]
-    absent = stall(problem, ABSENT)
-    found["cs_local"] = [course.floor for course in local]
-    other = stall(different, BIASED, max(steps), local=LOCAL, lr=LOCAL_LRS[0])
-    found["cs_local_other_step"] = other.floor
-    found["cs_different_one_step"] = stall(different, BIASED, burn_in=1.4 * settle).floor
-    found["cs_absent"] = absent.floor
+    exact = {step: stall(problem, step) for step in steps}
+    noisy = {
+        step: stall(replace(problem, variance=VARIANCE), step, burn_in=60.0, average=average)
+        for step in steps
+    }
+    local = [stall(different, burn_in=settle / 2, local=LOCAL, lr=lr) for lr in LOCAL_LRS]
+    absent = stall(problem, odds=ABSENT, burn_in=settle / 2)
+    found: Measured = {
+        "cs_biased": [float(course.floors[0]) for course in exact.values()],
+        "cs_rounding": [rounding(course.last) for course in exact.values()],
+        "cs_noise": [float(course.floors[0]) for course in noisy.values()],
+        "cs_local": [float(course.floors[0]) for course in local],
+        "cs_local_other_step": float(
+            stall(different, max(steps), local=LOCAL, lr=LOCAL_LRS[0]).floors[0]
+        ),
+        "cs_different_one_step": float(stall(different, burn_in=1.4 * settle).floors[0]),
+        "cs_absent": float(absent.floors[0]),
+        "paths": {
+            "cs_biased": exact[TRAJECTORY].path,
+            "cs_noise": noisy[TRAJECTORY].path,
+            "cs_local": local[0].path,
+            "cs_absent": absent.path,
+        },
+    }
     for name, build in (("worst_cd", AfaCdSettings), ("worst_cs", AfaCsSettings)):
         alone = build(buffer_size=1, server_lr=0.05)
         found[name] = [
-            run(alone, worst_case(g), np.array([1.0, 0.0]), burn_in=30, average=5, seed=seed).floor
+            float(
+                run(
+                    alone, worst_case(g), np.array([1.0, 0.0]), burn_in=30, average=5, seed=seed
+                ).floors[0]
+            )
             for g in WORST
         ]
-    return found | {"paths": paths | {"cs_local": local[0].path, "cs_absent": absent.path}}
+    return found
 
 
 def worst_case(g: float) -> Quadratics:

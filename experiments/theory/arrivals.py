@@ -1,4 +1,4 @@
-"""Who arrives, how stale, after how many local steps; and the exact odds of a biased draw."""
+"""Which devices arrive, how stale, after how many local steps; and the odds of a biased draw."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.theory.quadratics import Wide
+from experiments.theory.sgd import Whole, Wide
 
-_BLOCK = 2048  # versions drawn at once
+_BLOCK = 2048  # batches drawn at once, over all runs
 
 
 class DrawnArrival(NamedTuple):
-    """One answer: the device, d = t - tau (less while there are fewer versions), and H."""
+    """One answer in each run, (runs,) each; (1,) each where all runs have the same arrivals."""
 
-    device: int
-    staleness: int
-    steps: int
+    devices: Whole
+    staleness: Whole
+    """d = t - tau, less while there are fewer versions"""
+    steps: Whole
+    """H"""
 
 
 def batches(
@@ -29,24 +31,28 @@ def batches(
     oldest: int,
     steps: tuple[int, int] = (1, 1),
     repeated: bool = False,
+    runs: int = 1,
 ) -> Iterator[DrawnArrival]:
     """Endless arrivals, ``size`` per version, with staleness uniform to ``oldest`` and uniform H.
 
     The devices of a batch are drawn one by one with these odds, without replacement unless
-    ``repeated``.
+    ``repeated``; every run has its own arrivals.
     """
     # Taking the largest log p plus Gumbel noise draws without replacement.
     with np.errstate(divide="ignore"):
         log_odds = np.log(odds)
+    block = max(1, _BLOCK // runs)
     for _ in count():
         if repeated:
-            drawn = rng.choice(len(odds), (_BLOCK, size), p=odds / odds.sum())
+            drawn = rng.choice(len(odds), (block, size, runs), p=odds / odds.sum())
         else:
-            keys = log_odds + rng.gumbel(size=(_BLOCK, len(odds)))
-            drawn = np.argsort(-keys, axis=1)[:, :size]
-        stale = rng.integers(0, oldest, drawn.size, endpoint=True).tolist()
-        made = rng.integers(*steps, drawn.size, endpoint=True).tolist()
-        yield from map(DrawnArrival, drawn.ravel().tolist(), stale, made)
+            keys = log_odds + rng.gumbel(size=(block, runs, len(odds)))
+            drawn = np.argsort(-keys, axis=2)[:, :, :size].swapaxes(1, 2)
+        stale = rng.integers(0, oldest, drawn.shape, endpoint=True)
+        made = rng.integers(*steps, drawn.shape, endpoint=True)
+        yield from map(
+            DrawnArrival, *(of.reshape(block * size, runs) for of in (drawn, stale, made))
+        )
 
 
 def inclusion(odds: Wide, size: int) -> Wide:

@@ -18,7 +18,8 @@ from experiments.theory import pictures
 from experiments.theory.arrivals import batches
 from experiments.theory.claims import Measured, TheoremClaim, figure, judged
 from experiments.theory.loop import closed_loop, points
-from experiments.theory.quadratics import Quadratics, Wide, fan
+from experiments.theory.quadratics import Quadratics, fan
+from experiments.theory.sgd import Wide
 from fedstream.strategies import FedAsyncSettings
 from fedstream.strategies.staleness import Constant
 
@@ -52,22 +53,19 @@ def bounds(problem: Quadratics, x_0: Wide, versions: int) -> tuple[Wide, Wide]:
 def measure(repeats: int = 400, versions: int = 200) -> Measured:
     """The gap F(x_t) - F* of every version, mean and standard error over independent runs."""
     problem = objective()
-    start = np.full((1, problem.dimensions), START, np.float32)
+    start = np.full((repeats, problem.dimensions), START, np.float32)
     odds = np.full(DEVICES, 1 / DEVICES)
-    gaps = np.empty((repeats, versions + 1))
-    for run in range(repeats):
-        arriving, noise = np.random.default_rng(run).spawn(2)
-        states = closed_loop(
-            FedAsyncSettings(alpha=ALPHA, staleness=Constant()).build(),
-            problem,
-            start,
-            batches(arriving, odds, 1, oldest=OLDEST, steps=STEPS),
-            lr=GAMMA,
-            oldest=OLDEST,
-            rng=noise,
-        )
-        for t, state in enumerate(islice(states, versions + 1)):
-            gaps[run, t] = problem.gap(points(state, start.shape))[0]
+    arriving, noise = np.random.default_rng(0).spawn(2)
+    states = closed_loop(
+        FedAsyncSettings(alpha=ALPHA, staleness=Constant()).build(),
+        problem,
+        start,
+        batches(arriving, odds, 1, oldest=OLDEST, steps=STEPS, runs=repeats),
+        lr=GAMMA,
+        oldest=OLDEST,
+        rng=noise,
+    )
+    gaps = np.array([problem.gap(points(s, start.shape)) for s in islice(states, versions + 1)]).T
     theorem, proof = bounds(problem, start[0].astype(np.float64), versions)
     return {
         "repeats": repeats,

@@ -8,7 +8,6 @@ mean of |grad f_i - grad f|^2 over the devices.
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,62 +22,102 @@ from experiments.theory.claims import (
     judged,
     near,
 )
-from experiments.theory.loop import closed_loop, points
+from experiments.theory.loop import closed_loop, mean_slopes
 from experiments.theory.quadratics import Quadratics, fan
+from experiments.theory.sgd import Wide
 from fedstream.strategies import FedBuffSettings
 
 L, LOCAL, OLDEST, BUFFER, DEVICES = 0.1, 2, 1, 4, 10  # L, Q, tau, K, n
 HORIZONS = (1200, 2400, 4800, 9600, 19_200, 38_400, 76_800)
-SIDE_BY_SIDE = 8  # runs with the same arrivals, each with its own noise
+SIDE_BY_SIDE = 8  # runs in a repeat, each with its own arrivals and noise
+START = 1.0  # every coordinate of w_0
 
 
-def objective() -> Quadratics:
-    """Ten devices with one Hessian, eigenvalues .05 to L; centres and noise are our choice."""
-    centres = np.random.default_rng(0).normal(0.0, 1.0, (DEVICES, 10))
-    return Quadratics(fan(L / 2, L, DEVICES), centres, variance=0.05)
+def objective(devices: int = DEVICES) -> Quadratics:
+    """Devices with one Hessian, eigenvalues .05 to L; centres and noise are our choice."""
+    centres = np.random.default_rng(0).normal(0.0, 1.0, (devices, 10))
+    return Quadratics(fan(L / 2, L, devices), centres, variance=0.05)
 
 
-def bound(problem: Quadratics, gap: float, horizon: int) -> float:
-    """The theorem's right-hand side."""
-    sigma, g = problem.variance, float(problem.diversity(problem.optimum).mean())
-    root = float(np.sqrt(L / horizon))
-    rest = 320 * L * (LOCAL + 1) * (OLDEST**2 + 1) * (sigma + DEVICES * g) / horizon
-    return 8 * root * gap + 16 * root * (sigma + g) + rest
+def start_gap(problem: Quadratics) -> float:
+    """f(w_0) - f*."""
+    return float(problem.gap(np.full(problem.dimensions, START)))
+
+
+def first_horizon(steps: int = LOCAL, oldest: int = OLDEST) -> float:
+    """The least T for which the theorem makes its promise."""
+    return 160 * L * (steps + 7) * (oldest + 1) ** 3
+
+
+def bound(
+    problem: Quadratics,
+    horizon: int,
+    *,
+    steps: int = LOCAL,
+    oldest: int = OLDEST,
+    uniform: bool = False,
+) -> float:
+    """The theorem's right-hand side; ``uniform``: with the diversity of remark 2.
+
+    Remark 2 bounds |grad f_i - grad f|^2 by g^2 for every device, and has g^2 in place of n g^2.
+    """
+    diversity = problem.diversity(problem.optimum)
+    sigma, g = problem.variance, float(diversity.max() if uniform else diversity.mean())
+    root = float(np.sqrt(problem.smoothness / horizon))
+    spread = sigma + (1 if uniform else problem.devices) * g
+    rest = 320 * problem.smoothness * (steps + 1) * (oldest**2 + 1) * spread / horizon
+    return 8 * root * start_gap(problem) + 16 * root * (sigma + g) + rest
+
+
+def errors(
+    problem: Quadratics,
+    horizon: int,
+    *,
+    steps: int = LOCAL,
+    oldest: int = OLDEST,
+    size: int = BUFFER,
+    scale: float = 1.0,
+    runs: int,
+) -> Wide:
+    """(runs,): the mean of |grad f(w_t)|^2 over t < T with the theorem's step.
+
+    ``scale`` is beta K, 1 in the theorem; ``steps``, ``oldest`` and ``size`` are Q, tau and K.
+    """
+    start = np.full((runs, problem.dimensions), START, np.float32)
+    arriving, noise = np.random.default_rng(0).spawn(2)
+    odds = np.full(problem.devices, 1 / problem.devices)
+    states = closed_loop(
+        FedBuffSettings(buffer_size=size, server_lr=scale).build(),
+        problem,
+        start,
+        batches(
+            arriving, odds, size, oldest=oldest, steps=(steps, steps), repeated=True, runs=runs
+        ),
+        lr=1 / (steps * (problem.smoothness * horizon) ** 0.5),
+        oldest=oldest,
+        rng=noise,
+    )
+    return mean_slopes(states, problem, runs, horizon)
 
 
 def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 5) -> Measured:
-    """The mean of |grad f(w_t)|^2 over t < T at each T, over runs and sequences of arrivals."""
+    """The mean of |grad f(w_t)|^2 over t < T at each T; a sequence is the mean of 8 runs."""
     problem = objective()
-    start = np.full((SIDE_BY_SIDE, problem.dimensions), 1.0, np.float32)
-    gap = float(problem.gap(start[0]))
-    odds = np.full(DEVICES, 1 / DEVICES)
-    means: list[list[float]] = []
-    for horizon in horizons:
-        means.append([])
-        for sequence in range(sequences):
-            arriving, noise = np.random.default_rng(sequence).spawn(2)
-            states = closed_loop(
-                FedBuffSettings(buffer_size=BUFFER, server_lr=1.0).build(),
-                problem,
-                start,
-                batches(arriving, odds, BUFFER, oldest=OLDEST, steps=(LOCAL, LOCAL), repeated=True),
-                lr=1 / (LOCAL * (L * horizon) ** 0.5),
-                oldest=OLDEST,
-                rng=noise,
-            )
-            total = sum(
-                float(problem.slope(points(state, start.shape)).mean())
-                for state in islice(states, horizon)
-            )
-            means[-1].append(total / horizon)
+    means = [
+        errors(problem, horizon, runs=sequences * SIDE_BY_SIDE)
+        .reshape(sequences, SIDE_BY_SIDE)
+        .mean(axis=1)
+        .tolist()
+        for horizon in horizons
+    ]
     return {
         "horizons": list(horizons),
-        "first_horizon": 160 * L * (LOCAL + 7) * (OLDEST + 1) ** 3,
+        "first_horizon": first_horizon(),
         "runs": SIDE_BY_SIDE * sequences,
-        "start_gap": gap,
+        "start_gap": start_gap(problem),
         "sequences": means,
         "mean": [float(np.mean(of)) for of in means],
-        "bound": [bound(problem, gap, horizon) for horizon in horizons],
+        "bound": [bound(problem, horizon) for horizon in horizons],
     }
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from experiments.theory.sgd import Whole, Wide, descend
 from fedstream.core.layout import Floats
-
-Wide = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -80,17 +78,18 @@ class Quadratics:
         return np.asarray(((own - own.mean(axis=0)) ** 2).sum(axis=1))
 
     def train(
-        self, device: int, x: Floats, steps: int, lr: float, rng: np.random.Generator
+        self,
+        devices: Whole | int,
+        x: Floats,
+        steps: Whole | int,
+        lr: float,
+        rng: np.random.Generator,
     ) -> Floats:
-        """x_new: ``steps`` SGD steps of a device from each row of x, all in float32."""
-        hessian, centre = self._narrow[0][device], self._narrow[1][device]
-        rate, spread = np.float32(lr), np.float32((self.variance / self.dimensions) ** 0.5)
-        for _ in range(steps):
-            gradient = hessian * (x - centre)
-            if spread:
-                gradient += spread * rng.standard_normal(x.shape, np.float32)
-            x = x - rate * gradient  # never in place: x_tau is the server's
-        return x
+        """x_new: SGD steps of a device from each row of x, all in float32."""
+        hessians, centres = self._narrow[0][devices], self._narrow[1][devices]
+        return descend(
+            lambda x: hessians * (x - centres), x, steps, lr, variance=self.variance, rng=rng
+        )
 
 
 def fan(low: float, high: float, devices: int, dimensions: int = 10) -> Wide:

@@ -8,7 +8,6 @@ total weight 1/m, as AFA-CD's does, and the step sqrt(M/T) only makes it larger.
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,12 @@ from experiments.theory.claims import (
     judged,
     near,
 )
-from experiments.theory.loop import closed_loop, points
+from experiments.theory.loop import closed_loop, mean_slopes
 from experiments.theory.quadratics import Quadratics, fan
+from experiments.theory.sgd import Wide
 from fedstream.strategies import AfaCdSettings, AfaCsSettings
 
-VERSIONS, OLDEST, SIDE_BY_SIDE = 8000, 4, 16
+VERSIONS, OLDEST, SIDE_BY_SIDE = 2000, 4, 16
 BATCHES = (1, 2, 4, 8, 16, 32)  # m of AFA-CD, M = 32
 MEMBERS = (8, 16, 32, 64)  # M of AFA-CS, m = 4 or M/2
 FIXED = 4
@@ -39,25 +39,33 @@ def objective(devices: int) -> Quadratics:
     return Quadratics(fan(0.1, 0.3, devices), centres - centres.mean(axis=0), variance=1.0)
 
 
-def average(
-    rule: AfaCdSettings | AfaCsSettings, devices: int, versions: int, seed: int = 1
-) -> float:
-    """The mean of |grad f(x_t)|^2 over t < versions, one local step, uniform arrivals."""
+def errors(
+    rule: AfaCdSettings | AfaCsSettings,
+    devices: int,
+    versions: int,
+    *,
+    seed: int = 1,
+    runs: int = SIDE_BY_SIDE,
+    shared: bool = False,
+) -> Wide:
+    """(runs,): the mean of |grad f(x_t)|^2 over t < versions, one local step, uniform arrivals.
+
+    ``shared``: all runs have the same arrivals, as a rule needs that remembers devices.
+    """
     problem = objective(devices)
-    start = np.full((SIDE_BY_SIDE, problem.dimensions), 1.0, np.float32)
+    start = np.full((runs, problem.dimensions), 1.0, np.float32)
     arriving, noise = np.random.default_rng(seed).spawn(2)
     odds = np.full(devices, 1 / devices)
     states = closed_loop(
         rule.build(devices),
         problem,
         start,
-        batches(arriving, odds, rule.buffer_size, oldest=OLDEST),
+        batches(arriving, odds, rule.buffer_size, oldest=OLDEST, runs=1 if shared else runs),
         lr=versions**-0.5,
         oldest=OLDEST,
         rng=noise,
     )
-    slopes = (problem.slope(points(s, start.shape)).mean() for s in islice(states, versions))
-    return float(sum(slopes) / versions)
+    return mean_slopes(states, problem, runs, versions)
 
 
 def measure(
@@ -66,30 +74,34 @@ def measure(
     versions: int = VERSIONS,
     repeats: int = 5,
 ) -> Measured:
-    """The error over m, over M at a fixed m, and over M with m = M/2, in each repeat."""
+    """The error over m, over M at a fixed m, and over M with m = M/2, in each repeat.
+
+    A repeat is the mean of SIDE_BY_SIDE runs: for AFA-CD each with its own arrivals, for AFA-CS
+    with the same arrivals and noise of its own.
+    """
+    most = max(sizes)
+    over_m = [
+        errors(
+            AfaCdSettings(buffer_size=m, server_lr=(m / versions) ** 0.5),
+            most,
+            versions,
+            runs=repeats * SIDE_BY_SIDE,
+        )
+        .reshape(repeats, SIDE_BY_SIDE)
+        .mean(axis=1)
+        for m in sizes
+    ]
 
     def cs(devices: int, size: int, seed: int) -> float:
-        step = (devices / versions) ** 0.5
-        return average(AfaCsSettings(buffer_size=size, server_lr=step), devices, versions, seed)
+        rule = AfaCsSettings(buffer_size=size, server_lr=(devices / versions) ** 0.5)
+        return float(errors(rule, devices, versions, seed=seed, shared=True).mean())
 
     seeds = range(1, repeats + 1)
-    most = max(sizes)
     return {
         "versions": versions,
         "fixed": FIXED,
         "m": list(sizes),
-        "over_m": [
-            [
-                average(
-                    AfaCdSettings(buffer_size=m, server_lr=(m / versions) ** 0.5),
-                    most,
-                    versions,
-                    seed,
-                )
-                for m in sizes
-            ]
-            for seed in seeds
-        ],
+        "over_m": np.transpose(over_m).tolist(),
         "M": list(members),
         "fixed_m": [[cs(devices, FIXED, seed) for devices in members] for seed in seeds],
         "half": [[cs(devices, devices // 2, seed) for devices in members] for seed in seeds],
@@ -98,14 +110,14 @@ def measure(
 
 def claims(found: Measured) -> list[TheoremClaim]:
     """Verdicts on corollaries 1 to 3: the factor by which the error falls with each doubling."""
-    errors = {key: np.array(found[key]) for key in ("over_m", "fixed_m", "half")}
+    measured = {key: np.array(found[key]) for key in ("over_m", "fixed_m", "half")}
     in_m, fixed, half = (
-        np.array([2 ** -exponent(found[sizes], repeat) for repeat in errors[key]])
+        np.array([2 ** -exponent(found[sizes], repeat) for repeat in measured[key]])
         for sizes, key in (("m", "over_m"), ("M", "fixed_m"), ("M", "half"))
     )
 
     def ends(sizes: str, key: str) -> str:
-        first, *_, last = errors[key].mean(axis=0)
+        first, *_, last = measured[key].mean(axis=0)
         return f"{figure(first)} at {found[sizes][0]}, {figure(last)} at {found[sizes][-1]}"
 
     return [
@@ -120,7 +132,7 @@ def claims(found: Measured) -> list[TheoremClaim]:
             "AFA-CS: the error falls by 1.41 with each doubling of M",
             f"m = {found['fixed']}: divided by {fixed.mean():.2f} with each doubling "
             f"({ends('M', 'fixed_m')}, least at "
-            f"{found['M'][int(np.argmin(errors['fixed_m'].mean(axis=0)))]}).",
+            f"{found['M'][int(np.argmin(measured['fixed_m'].mean(axis=0)))]}).",
             judged([fixed - 1.3]),
         ),
         TheoremClaim(
@@ -140,11 +152,11 @@ def draw(found: Measured, path: Path) -> None:
             ("M", "fixed_m", pictures.OTHER, f"AFA-CS over M, m = {found['fixed']}"),
             ("M", "half", pictures.THIRD, "AFA-CS over M, m = M/2"),
         ):
-            sizes, errors = np.array(found[x]), np.array(found[y]).mean(axis=0)
-            axes.loglog(sizes, errors, color=color, marker="o", markersize=4, label=label)
+            sizes, error = np.array(found[x]), np.array(found[y]).mean(axis=0)
+            axes.loglog(sizes, error, color=color, marker="o", markersize=4, label=label)
             axes.loglog(
                 sizes,
-                errors[0] * (sizes / sizes[0]) ** -0.5,
+                error[0] * (sizes / sizes[0]) ** -0.5,
                 color=color,
                 linestyle=":",
                 linewidth=1,

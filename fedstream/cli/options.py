@@ -24,7 +24,21 @@ T = TypeVar("T")
 # Listed here so that help and completion load nothing; tests compare the lists with the code.
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
-STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
+STRATEGIES = (
+    "fedasync",
+    "fedavg",
+    "fedbuff",
+    "afa-cd",
+    "afa-cs",
+    "scaffold",
+    "ca2fl",
+    "aced",
+    "fadas",
+    "ringmaster",
+    "ringleader",
+    "basgd",
+    "aflguard",
+)
 # Tables and keys for commands about a live run; none of them names a program.
 _LIVE = (
     "run.name",

@@ -57,6 +57,7 @@ B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
 D = TypeVar("D", bound="Message")
 E = TypeVar("E", bound="Message")
+F = TypeVar("F", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -395,6 +396,19 @@ class DevicesEvaluated(Message):
         return found if self.metrics else f"{found}: too few for metrics"
 
 
+class StepProposed(Message):
+    """A control entry in the queue: scale the rule's step, as held-out data say.
+
+    ``scores`` are pairs of a scale and its model's value of ``metric``.
+    """
+
+    kind: ClassVar[str] = "step_proposed"
+    at: Count  # the last of the versions that were made again at other scales
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # of the configured rate
+    metric: Name
+    scores: Annotated[tuple[tuple[float, float], ...], Field(max_length=100)] = ()
+
+
 class Quarantine(BaseModel):
     """Devices whose updates are refused, by one control entry."""
 
@@ -450,7 +464,7 @@ class Event(Message):
     """An event for observers. ``what`` determines which fields are set."""
 
     kind: ClassVar[str] = "event"
-    what: Name  # outcome, stray, evaluation, devices_evaluated, trainer, run, error
+    what: Name  # outcome, stray, evaluation, devices_evaluated, step_scaled, trainer, run, error
     service: Name
     time: float
     task: str | None = None
@@ -497,6 +511,17 @@ def decode(
     fifth: type[E],
     /,
 ) -> A | B | C | D | E: ...
+@overload
+def decode(
+    data: bytes,
+    first: type[A],
+    second: type[B],
+    third: type[C],
+    fourth: type[D],
+    fifth: type[E],
+    sixth: type[F],
+    /,
+) -> A | B | C | D | E | F: ...
 @overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:

@@ -46,6 +46,8 @@ REFUSED = (
     HELPER_LOST := "helper lost",  # sealed to a key that the helper has no more
     IN_THE_BATCH := "in the batch already",  # another update of this device
     PRIVACY_SPENT := "privacy spent",  # the device has no privacy budget left
+    FAR_FROM_ROOT := "far from the root",  # aflguard's: the newest update of a root device
+    NO_ROOT := "no root update yet",  # to judge it by
 )
 # The task will get no answer.
 GIVEN_UP = (
@@ -109,6 +111,8 @@ OF_THE_RUN = frozenset(
         HELPER_LOST,
         IN_THE_BATCH,
         PRIVACY_SPENT,
+        FAR_FROM_ROOT,
+        NO_ROOT,
         DEVICE_QUARANTINED,
         DROPPED_OUT,
         ROUND_OVER,

@@ -63,6 +63,7 @@ class Run:
     seed: int
     created: float  # seconds since 1970
     max_staleness: int | None = None
+    cancel_stale: bool = False  # whether tasks are given up once their updates would be staler
     sends: Sends = "model"  # the content of updates
     by_steps: bool = False  # whether updates are divided by their local steps and learning rate
     lineage: str = ""  # the journal's id for this line of versions
@@ -123,6 +124,7 @@ class Run:
             seed=int(record["seed"]),
             created=float(record["created"]),
             max_staleness=None if number is None else int(number),
+            cancel_stale=record.get("cancel_stale") == b"True",
             sends="delta" if record.get("sends") == b"delta" else "model",
             by_steps=record.get("by_steps") == b"True",
             lineage=record["lineage"].decode(),
@@ -226,6 +228,22 @@ class PrivacyLoss:
 
 
 @dataclass(frozen=True)
+class StepSize:
+    """The length of the rule's steps, which adapts."""
+
+    key: str  # of the rate in the strategy
+    rate: float  # as it is now
+    scale: float  # of the configured rate
+
+    def __str__(self) -> str:
+        return f"{self.rate:.4g}, adapted by {self.scale:.4g}"
+
+    @classmethod
+    def parsed(cls, data: bytes) -> Self:
+        return cls(**msgpack.unpackb(data))
+
+
+@dataclass(frozen=True)
 class Head:
     """The newest version, and further state of the updater."""
 
@@ -242,6 +260,7 @@ class Head:
     quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
     encoded: Encoded | None = None  # description of an encoded blob; None: the model's own bytes
     privacy: PrivacyLoss | None = None  # None: no private batch has ended
+    step: StepSize | None = None  # None: the rule does not adapt
 
     @property
     def spent(self) -> frozenset[int]:
@@ -285,6 +304,7 @@ class Head:
             else NO_QUARANTINES,
             encoded=_encoded(record),
             privacy=PrivacyLoss.parsed(record["privacy"]) if "privacy" in record else None,
+            step=StepSize.parsed(record["step"]) if "step" in record else None,
         )
 
 
@@ -513,6 +533,7 @@ class Commit:
     quarantines: Quarantines | None = None  # None: unchanged
     quarantines_before: int = 0  # control entries committed before
     privacy: PrivacyLoss | None = None  # None: unchanged
+    step: StepSize | None = None  # None: the rule does not adapt
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ async def run_device(
         with folder.occupied():
             folder.pin(None if policy is None else policy.digest)
             show("loading the task")
-            learner = await asyncio.get_running_loop().run_in_executor(thread, _loaded, options)
+            loop = asyncio.get_running_loop()
+            learner = await loop.run_in_executor(thread, _loaded, options, say)
             private = _private(policy, key, learner.layout)
             async with connection:
                 gateway = await _enrolled(connection, key, folder, options, say)
@@ -127,11 +128,11 @@ def _private(policy: PrivacyPolicy | None, key: PrivateKey, layout: Layout) -> P
     return PrivateTasks(policy, key, layout)
 
 
-def _loaded(options: DeviceOptions) -> Learner:
+def _loaded(options: DeviceOptions, say: Callable[[str], None]) -> Learner:
     """Load torch and the task. Runs in the training thread."""
     from fedstream.trainer.learner import Learner
 
-    return Learner(options.load, options.threads, options.place)
+    return Learner(options.load, options.threads, options.place, say)
 
 
 async def _enrolled(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fedstream.core import reasons
 from fedstream.core.errors import ConfigError, FedstreamError, SumOutOfRange
 from fedstream.core.layout import Model
 from fedstream.core.messages import Contribution, Upload
@@ -54,6 +55,8 @@ class Progress:
     sums: int = 0  # that were opened
     dropped: int = 0
     recent: tuple[tuple[int, ...], ...] = ()  # by sum, oldest first
+    scale: float = 1.0  # of the rule's step, if it adapts
+    scaled_at: int = 0  # the version up to which updates decided on it
 
     @property
     def in_sum(self) -> tuple[Contribution, ...]:
@@ -73,6 +76,7 @@ class Step:
     decision: Decision | None = None  # None: the entry was not an update
     made: tuple[Contribution, ...] | None = None  # the updates in the version that it made
     dropped: str = ""  # why a private batch was dropped
+    suspects: tuple[int, ...] = ()  # devices with updates that stand out
 
 
 def take(
@@ -90,6 +94,7 @@ def take(
 
     Raises ConfigError if a user's rule raises or breaks the contract of rules.
     """
+    strategy = strategy.scaled(before.scale)
     update = Update(
         model=model,
         tau=upload.since,
@@ -105,7 +110,8 @@ def take(
     if wrong:
         raise ConfigError(f"strategy {strategy.name!r}: receive() returned {wrong}")
     if decision.outcome == "dropped":
-        return Step(before, decision)
+        judged = decision.reason == reasons.FAR_FROM_ROOT
+        return Step(before, decision, suspects=(upload.device,) if judged else ())
     if state.version != before.state.version and weight is None:
         _check_finite(strategy, state.model)
     contribution = Contribution(
@@ -118,14 +124,16 @@ def take(
         steps=upload.steps,
         loss=upload.loss,
     )
-    held, norms = (*before.held, contribution), before.norms.with_samples(upload.samples)
+    norms = before.norms.with_samples(upload.samples)
+    held = before.held if decision.is_reference else (*before.held, contribution)
+    suspects = tuple(sorted({held[place].device for place in decision.suspects}))
     mean = mean_after(before.mean_staleness, decision.staleness)
     after = replace(before, state=state, held=held, mean_staleness=mean, norms=norms)
     if upload.sealed is not None:
         after = replace(after, sealed=(*before.sealed, upload.sealed))
     if state.version == before.state.version:
-        return Step(after, decision)
-    return Step(replace(after, held=()), decision, held)
+        return Step(after, decision, suspects=suspects)
+    return Step(replace(after, held=()), decision, held, suspects=suspects)
 
 
 def mean_after(mean: float, staleness: int) -> float:
@@ -144,7 +152,7 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
         state = strategy.drop_round(before.state)
         return Step(replace(before, state=state, held=(), sealed=()))
     with _asking(strategy, "end_round"):
-        state = strategy.end_round(before.state)
+        state = strategy.scaled(before.scale).end_round(before.state)
         wrong = state.version not in (version, version + 1)
     if wrong:
         raise ConfigError(
@@ -246,6 +254,8 @@ def _wrong(before: State, update: Update, after: State, decision: Decision) -> s
         )
     if decision.staleness != before.version - update.tau:
         return f"a staleness of {decision.staleness}: it is {before.version - update.tau}"
+    if decision.outcome == "dropped" and decision.reason not in reasons.REFUSED:
+        return f"the reason {decision.reason!r}: it must be one of reasons.REFUSED"
     return _wrong_weight(decision.weight)
 
 

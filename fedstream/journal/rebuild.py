@@ -34,6 +34,7 @@ from fedstream.journal.records import (
     RoundClosed,
     SegmentHead,
     Standing,
+    StepScaled,
     SumOpened,
     Taken,
     is_used,
@@ -54,14 +55,21 @@ from fedstream.strategies import (
 
 
 def device_vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
-    """The strategy's vectors, each read from the segment that last wrote it.
+    """The strategy's vectors, each read from the segment that last wrote it, and its integers.
 
-    None if the strategy keeps no vectors, or has not yet. Raises JournalError.
+    None if the strategy keeps neither, or has not yet. Raises JournalError.
     """
-    here, elsewhere = segment.standing.here, segment.elsewhere
-    if not (here or elsewhere):
+    here, elsewhere, numbers = segment.standing.here, segment.elsewhere, segment.standing.numbers
+    if not (here or elsewhere or numbers):
         return None
-    vectors = strategy.vectors(segment.layout.parameters)
+    vectors = strategy.vectors(strategy.span(segment.layout))
+    vectors.numbers.update(numbers)
+    most = vectors.devices + len(vectors.names)
+    if vectors.numbers and max(vectors.numbers) >= most:
+        raise JournalDamaged(
+            f"{segment.standing_record.place.where}: has an integer of vector "
+            f"{max(vectors.numbers)}, but the strategy has {most} vectors"
+        )
     wanted: dict[str, set[int]] = {}
     for device, name in elsewhere.items():
         wanted.setdefault(name, set()).add(device)
@@ -115,6 +123,7 @@ def standing_of(
             "arrivals": memory.arrivals,
             "weight": memory.weight,
             "memory": memory.model.digest_like(digest) if memory.model else None,
+            "numbers": tuple(memory.devices.numbers.items()) if memory.devices else (),
             "held": progress.held,
             "mean_staleness": progress.mean_staleness,
             "sizes": progress.norms.last,
@@ -129,6 +138,8 @@ def standing_of(
             "sums": progress.sums,
             "dropped": progress.dropped,
             "recent": progress.recent,
+            "scale": progress.scale,
+            "scaled_at": progress.scaled_at,
             **more,
         }
     )
@@ -171,7 +182,10 @@ class Rebuild:
                 "model does not match its digest"
             )
         vectors = device_vectors(segment, strategy)
-        kept = Memory(memory, said.arrivals, said.weight, vectors, said.closed, said.opened)
+        stalest = max((one.staleness for one in said.held), default=0)
+        kept = Memory(
+            memory, said.arrivals, said.weight, vectors, said.closed, said.opened, stalest
+        )
         self.progress = Progress(
             State(said.version, model, kept),
             said.held,
@@ -182,6 +196,8 @@ class Rebuild:
             said.sums,
             said.dropped,
             said.recent,
+            said.scale,
+            said.scaled_at,
         )
         self.strategy = strategy
         self.format = format_in(segment)
@@ -242,6 +258,8 @@ class Rebuild:
                 spare,
                 weight=message.weight,
             )
+        elif isinstance(message, StepScaled):
+            step = Step(replace(before, scale=message.scale, scaled_at=message.at))
         else:
             step = Step(before)
         self.progress = step.after
@@ -321,7 +339,8 @@ class Rebuild:
         """The rule's weight for a recorded update, computed on this machine."""
         upload = message.upload
         version = upload.since + message.staleness  # the newest one when it arrived
-        return self.strategy.weigh(version, upload.since, upload.samples)
+        rule = self.strategy.scaled(self.progress.scale)
+        return rule.weigh(version, upload.since, upload.samples)
 
 
 def rule_of(segment: Segment) -> Strategy:

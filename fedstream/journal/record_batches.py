@@ -26,6 +26,7 @@ from fedstream.journal.records import (
     EvaluationEnded,
     QuarantineSet,
     RoundClosed,
+    StepScaled,
     SumOpened,
     Taken,
 )
@@ -131,7 +132,9 @@ def _group(
 
 def _decoded(message: bytes) -> EntryRecord:
     try:
-        return decode(message, Taken, RoundClosed, QuarantineSet, EvaluationEnded, SumOpened)
+        return decode(
+            message, Taken, RoundClosed, QuarantineSet, EvaluationEnded, StepScaled, SumOpened
+        )
     except BadMessage as error:
         raise JournalDamaged(str(error)) from error
 

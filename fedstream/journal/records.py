@@ -26,9 +26,19 @@ DROPPED_ROUNDS = "dropped rounds"  # needed to read a segment that may have any
 UNSHARED = "unshared tensors"  # needed to read a segment whose layout has any
 EVALUATIONS = "evaluations on devices"  # needed to read a segment that may have any
 PRIVATE_SUMS = "private sums"  # needed to read a segment of a private run
+STEP_SCALES = "step scales"  # needed to read a segment whose rule adapts its step
 # The needs that this release can meet.
 KNOWN = frozenset(
-    {VECTORS, QUARANTINES, WIRE_FORMATS, DROPPED_ROUNDS, UNSHARED, EVALUATIONS, PRIVATE_SUMS}
+    {
+        VECTORS,
+        QUARANTINES,
+        WIRE_FORMATS,
+        DROPPED_ROUNDS,
+        UNSHARED,
+        EVALUATIONS,
+        PRIVATE_SUMS,
+        STEP_SCALES,
+    }
 )
 
 _YEAR_9999 = 253_402_300_799.0
@@ -37,6 +47,7 @@ _YEAR_9999 = 253_402_300_799.0
 Time = Annotated[float, Field(ge=0, le=_YEAR_9999)]  # seconds since 1970; in a simulation, since 0
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Average = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # eight digits: names sort by it
 Number = Annotated[int, Field(ge=0, lt=10**6)]
 DeviceCount = Annotated[int, Field(ge=0, lt=2**31)]  # most devices
@@ -102,6 +113,8 @@ class Standing(Message):
     memory: Name | None = None  # digest of its model
     held: tuple[Contribution, ...] = ()
     mean_staleness: Average = 0.0
+    scale: Scale = 1.0  # of the rule's step
+    scaled_at: Count = 0  # the version up to which updates decided on it
     sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
     samples: tuple[Count, ...] = ()  # that the newest updates counted with, oldest first
     journalled: Counts = Field(default_factory=dict)  # ends of the journal's tasks, up to here
@@ -114,6 +127,7 @@ class Standing(Message):
     here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
     again: tuple[Count, ...] = ()  # those that did not change, but whose segment was deleted
     elsewhere: tuple[tuple[Count, SegmentName], ...] = ()  # where the others' vectors are
+    numbers: tuple[tuple[Count, Count], ...] = ()  # of devices, in the strategy's order
     quarantines: Count = 0  # control entries that changed a quarantine, up to here
     quarantined: tuple[Quarantine, ...] = ()
     evaluation: str = ""  # the newest evaluation on the devices that has a record
@@ -214,6 +228,26 @@ class EvaluationEnded(Message):
     counts: Counts = Field(default_factory=dict)
 
 
+class StepScaled(Message):
+    """A queue entry that scaled the rule's step; it changes no model itself."""
+
+    kind: ClassVar[str] = "step_scaled"
+    digest: ClassVar[None] = None  # it never makes a version,
+    given: ClassVar[None] = None
+    finished: ClassVar[None] = None  # and never ends the run
+    entry: Name
+    at: Count  # the last of the versions whose updates were tried at other scales
+    scale: Scale  # of the configured rate, for later updates
+    key: Name  # of the rate in the strategy,
+    rate: Scale  # and the rate at this scale
+    metric: Name
+    scores: tuple[tuple[float, float], ...] = ()  # pairs of a scale and its value of the metric
+    version: Count  # the newest one
+    time: Time
+    received: Time
+    counts: Counts = Field(default_factory=dict)
+
+
 class SumOpened(Message):
     """The sum of a private batch, as the helper opened or refused it. Payload: the helper's masks.
 
@@ -242,7 +276,9 @@ class SumOpened(Message):
 
 
 # Of an entry of the queue, or of the batch that entries completed.
-EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet | EvaluationEnded | SumOpened
+EntryRecord: TypeAlias = (
+    Taken | RoundClosed | QuarantineSet | EvaluationEnded | StepScaled | SumOpened
+)
 KINDS: tuple[type[Message], ...] = (
     SegmentHead,
     Standing,
@@ -251,6 +287,7 @@ KINDS: tuple[type[Message], ...] = (
     RoundClosed,
     QuarantineSet,
     EvaluationEnded,
+    StepScaled,
     SumOpened,
 )
 

@@ -38,6 +38,7 @@ from fedstream.journal.records import (
     EvaluationEnded,
     QuarantineSet,
     RoundClosed,
+    StepScaled,
     SumOpened,
     Taken,
     dropped_by,
@@ -55,6 +56,7 @@ _CONTROLS: dict[type, str] = {
     RoundClosed: "the end of a round",
     QuarantineSet: "a change of a quarantine",
     EvaluationEnded: "the end of an evaluation on the devices",
+    StepScaled: "a change of the step's scale",
     SumOpened: "the opening of a private sum",
 }
 _LONG = 1 << 20  # bytes of an update that is worth checking in a thread

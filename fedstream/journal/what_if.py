@@ -3,10 +3,13 @@
 If the rule takes deltas and the devices sent models, or the reverse, each update is converted by
 its recorded x_tau: to x_new - x_tau, exactly as the device would have sent it, or to x_tau plus the
 delta. Floating-point buffers and integers are x_new's in both cases.
+
+A recorded change of the step's scale also scales the steps of the other rule, if it has ``adapt``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -15,7 +18,7 @@ from fedstream.core.layout import Model
 from fedstream.core.messages import Message, Sends
 from fedstream.journal.progress import Progress, Step, close_round, open_sum, take
 from fedstream.journal.rebuild import recorded, unfit
-from fedstream.journal.records import RoundClosed, SumOpened, Taken, is_used
+from fedstream.journal.records import RoundClosed, StepScaled, SumOpened, Taken, is_used
 from fedstream.journal.segment import Record
 from fedstream.strategies import Strategy
 
@@ -68,7 +71,9 @@ class WhatIf:
             tau = max(0, before.state.version - message.staleness)
             upload = message.upload.model_copy(update={"tau": tau, "handed": None})
             step = take(self._rule, before, upload, sent, spare)
-        if isinstance(message, SumOpened):
+        if isinstance(message, StepScaled):
+            step = Step(replace(before, scale=message.scale, scaled_at=message.at))
+        elif isinstance(message, SumOpened):
             used += before.state.models()
             step = open_sum(self._rule, before, update, message.reason)
         elif self._ends_round(message) and step.made is None:

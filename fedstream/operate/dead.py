@@ -30,6 +30,7 @@ from fedstream.core.messages import (
     Message,
     RoundEnd,
     SetQuarantine,
+    StepProposed,
     Trigger,
     Upload,
     Withdraw,
@@ -47,6 +48,7 @@ _KINDS = (
     CloseRound,
     RoundEnd,
     SetQuarantine,
+    StepProposed,
     Withdraw,
     *_OF_EVALUATIONS,
 )

@@ -155,6 +155,7 @@ class Device:
 
     device: int
     outcomes: Counter[str] = field(default_factory=Counter)
+    suspected: int = 0  # how often an update of it stood out
     seen: float | None = None  # when its last answer was processed, in seconds since 1970
     quarantine: Quarantine | None = None
 
@@ -168,7 +169,7 @@ class Device:
 class DeviceList:
     """The devices in quarantine or events, and the time of the oldest event."""
 
-    found: tuple[Device, ...]  # quarantined ones first, then by most refusals
+    found: tuple[Device, ...]  # quarantined ones first, then by refusals, suspicions
     since: float | None  # of the oldest event; None: there is none
 
     def in_quarantine(self) -> DeviceList:
@@ -192,6 +193,8 @@ def listed(quarantines: Quarantines, events: Sequence[Event]) -> DeviceList:
     """The devices in quarantine, and those of ``events``, newest first."""
     found = {d: Device(d, quarantine=one) for d, one in quarantines.by_device.items()}
     for event in events:
+        if event.what == "suspect" and event.device is not None:
+            found.setdefault(event.device, Device(event.device)).suspected += 1
         if event.what != "outcome" or event.device is None or event.outcome is None:
             continue
         one = found.setdefault(event.device, Device(event.device))
@@ -203,7 +206,7 @@ def listed(quarantines: Quarantines, events: Sequence[Event]) -> DeviceList:
     return DeviceList(
         (
             *sorted(inside, key=lambda one: one.device),
-            *sorted(others, key=lambda one: (-one.outcomes["refused"], one.device)),
+            *sorted(others, key=lambda one: (-one.outcomes["refused"], -one.suspected, one.device)),
         ),
         events[-1].time if events else None,
     )
@@ -221,6 +224,7 @@ def _plain(one: Device) -> dict[str, Any]:
         "quarantine": barred and barred.model_dump(exclude={"devices"}),
         "updates": one.used,
         "refused": one.outcomes["refused"],
+        "suspected": one.suspected,
         "given_up": one.outcomes["given_up"],
         "dead": one.outcomes["dead"],
         "last_seen": one.seen,
@@ -239,7 +243,7 @@ def show(devices: DeviceList) -> None:
 
 def _table(found: Sequence[Device]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("device", "updates", "refused", "given up"):
+    for name in ("device", "updates", "refused", "stood out", "given up"):
         table.add_column(name, justify="right")
     for name in ("last seen", "in quarantine since", "version", "reason"):
         table.add_column(name)
@@ -258,6 +262,7 @@ def _table(found: Sequence[Device]) -> Table:
             str(one.device),
             str(one.used),
             str(one.outcomes["refused"]),
+            str(one.suspected),
             str(one.outcomes["given_up"]),
             "" if one.seen is None else clock(one.seen, _AT),
             about.get("since", ""),

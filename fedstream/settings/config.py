@@ -110,13 +110,16 @@ class Settings(Section):
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
+        if strategy.cancel_stale and strategy.max_staleness is None:
+            raise ValueError(
+                "strategy.cancel_stale = true without a limit: also set strategy.max_staleness"
+            )
         self._check_solvers()
         if self.strategy.sends == "model" and self.wire.of_updates.of_changes:
             raise ValueError(
                 f"wire.update = {self.wire.update!r} with strategy.name = {self.strategy.name!r}: "
                 f"{self.strategy.name} takes models, and {self.wire.of_updates.kind} is too coarse "
-                "for them; use bf16 or int8, or a strategy that takes deltas (fedbuff, afa-cd, "
-                "afa-cs or scaffold)"
+                "for them; use bf16 or int8, or a strategy that takes deltas, such as fedbuff"
             )
         stop, on_devices = self.run.stop, self.evaluator.on_devices
         if on_devices is not None and self.evaluator.per_device != "never":
@@ -152,6 +155,11 @@ class Settings(Section):
                 f"{policy.kind!r}: devices that trigger themselves decide when they rest; leave it "
                 "out"
             )
+        if strategy.adapt is not None and not self.journal.weights:
+            raise ValueError(
+                "strategy.adapt with journal.weights = false: the newest updates are mixed in "
+                "again from the journal: leave out journal.weights"
+            )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):
             raise ValueError(why)
@@ -172,8 +180,8 @@ class Settings(Section):
             if how != "none" and rule.sends == "model":
                 raise ValueError(
                     f"strategy.name = {rule.name!r} with solver.compression.kind{of} = {how!r}: "
-                    "its devices send models, and only deltas can be compressed; choose fedbuff, "
-                    "afa-cd, afa-cs or scaffold"
+                    "its devices send models, and only deltas can be compressed; choose a "
+                    "strategy that takes them, such as fedbuff"
                 )
 
     def _check_rounds(self, policy: Rounds) -> None:
@@ -198,6 +206,11 @@ class Settings(Section):
             raise ValueError(
                 f"strategy.max_staleness = {rule.max_staleness} with scheduler.policy.kind = "
                 "'rounds': rounds drop late answers anyway; leave it out"
+            )
+        if rule.cancel_stale:
+            raise ValueError(
+                "strategy.cancel_stale = true with scheduler.policy.kind = 'rounds': rounds end "
+                "their tasks anyway; leave it out"
             )
 
     @property

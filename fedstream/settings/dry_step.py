@@ -31,7 +31,6 @@ from fedstream.terminal import line
 from fedstream.trainer.data import (
     Processor,
     check,
-    has_bfloat16,
     placed,
     samples_of,
     seeded,
@@ -103,13 +102,6 @@ def try_task(
     else:
         numbers = settings.trainer.owns or numbers
         check_local(settings, task)
-    solvers = (settings.solver, *Solvers(settings.solver, settings.solvers).others.values())
-    if not has_bfloat16(training) and any(one.precision == "bf16" for one in solvers):
-        line(
-            "solver.precision = bf16: this processor has no bfloat16 instructions, so a step may "
-            "take 12 times as long as in float32",
-            err=True,
-        )
     module, data = try_model(settings, task), test_data_of(settings, task)
     with suppress(Cancelled):
         if _is_tried(settings, task):

@@ -35,6 +35,11 @@ def refusal(settings: Settings) -> str:
             "journal.weights = false in a private run (private.policy): a sum can only be rebuilt "
             "from the masked updates: leave it out"
         )
+    if settings.strategy.adapt is not None:
+        return (
+            "strategy.adapt in a private run (private.policy): the sums are opened once, at one "
+            "scale: leave it out"
+        )
     if settings.journal.sync == "never":
         return (
             "journal.sync = 'never' in a private run (private.policy): a batch must be on disk "

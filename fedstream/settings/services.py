@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.keys import Keys
@@ -31,6 +32,7 @@ from fedstream.sinks.service import DRAIN_S, Sinks
 from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
+from fedstream.trainer.goals import goal_of, unknown_goal
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.service import Trainer
@@ -112,6 +114,9 @@ def devices_of(settings: Settings, task: Task) -> int:
                 f"evaluator.on_devices.min_devices = {on_devices.min_devices}, but the run has "
                 f"{devices} devices (task.devices): no version would ever have metrics"
             )
+    adapt = strategy.adapt
+    if adapt is not None and goal_of(adapt.metric, task.goal) is None:
+        raise ConfigError(f"strategy.adapt.metric: {unknown_goal(adapt.metric)}")
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(
@@ -215,6 +220,7 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         seed=settings.run.seed,
         created=0.0,  # set by the updater
         max_staleness=rule.max_staleness,
+        cancel_stale=rule.cancel_stale,
         sends=rule.sends,
         by_steps=rule.by_steps,
         start=start,
@@ -317,6 +323,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         try_measuring(settings, task, data, devices, settings.evaluator.device)
         return task
 
+    adapt = settings.strategy.adapt
     service = Evaluator(
         settings.evaluator,
         keys=keys,
@@ -325,6 +332,7 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         load=load,
         stop=settings.run.stop,
         run_devices=settings.task.devices,
+        adapt=None if adapt is None else (adapt, Path(settings.journal.dir)),
     )
     return service, settings.evaluator.drain_s
 

@@ -130,17 +130,18 @@ def _drawn(
     No device comes twice in a batch until every device has come, and none comes twice in a round. A
     failing device rests for a number of arrivals equal to the seconds of a live rest.
     """
-    size, limit = settings.strategy.batch, settings.rule.max_staleness
+    rule = settings.rule.build(devices)
     parts = Participation(settings.scheduler.steps, settings.participation)
     seed, n, version = settings.run.seed, 0, 0
     in_rounds, rests = isinstance(settings.policy, Rounds), Cooldowns(0.0)
     most_answers = devices if in_rounds else math.inf
+    arrived: dict[int, int] = {}
     while True:
         idle: list[int] = []
-        used, begun, oldest = 0, n, max(0, version - most)
-        while used < size and n - begun < most_answers:
+        is_made, begun, oldest = False, n, max(0, version - most)
+        while not is_made and n - begun < most_answers:
             able = _without(idle, rests.after_failures(n))
-            if not able and used and in_rounds:
+            if not able and arrived and in_rounds:
                 break
             if not able:
                 idle = list(range(devices))
@@ -152,7 +153,8 @@ def _drawn(
             length = parts.length(rng, device)
             task_seed = rng.getrandbits(63)
             d = rng.randint(0, min(most, version))
-            counts = limit is None or d <= limit
+            after = dict(arrived)
+            makes = not rule.is_too_stale(d) and rule.completes(after, device)
             n += 1
             yield Arrival(
                 n - 1,
@@ -162,18 +164,19 @@ def _drawn(
                 length.epochs,
                 version - d,
                 version,
-                makes=used + counts == size,
+                makes=makes,
                 oldest=oldest,
                 time=float(n),
             )
             has_failed = n - 1 in failed
             rests.ended(device, n, failed=has_failed)
-            used += counts and not has_failed
-        if used < size:
-            yield RoundOver(
-                version, makes=used > 0, oldest=oldest, time=float(n), why=_ALL_ANSWERED
-            )
-        version += used > 0
+            if not has_failed:
+                arrived, is_made = after, makes
+        if not is_made:
+            is_made = bool(arrived)
+            yield RoundOver(version, makes=is_made, oldest=oldest, time=float(n), why=_ALL_ANSWERED)
+            arrived = {}
+        version += is_made
 
 
 def _without(devices: list[int], resting: Collection[int]) -> list[int]:
@@ -202,8 +205,7 @@ class _Clock:
         self._failed = failed
         self._devices = range(devices)
         self._parts = Participation(settings.scheduler.steps, settings.participation)
-        self._size = settings.strategy.batch
-        self._limit = settings.rule.max_staleness
+        self._rule = settings.rule.build(devices)
         self._seed = settings.run.seed
         in_rounds = isinstance(settings.policy, Rounds)  # tasks end with their round
         self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
@@ -211,7 +213,7 @@ class _Clock:
         self._now = 0.0
         self._issued = 0
         self._version = 0
-        self._used = 0  # answers used for the next version
+        self._counted: dict[int, int] = {}  # the rule's count of used answers
         self._in_vain = 0  # time-outs with too few answers in a row
         self._mean_staleness = 0.0
         self._open: dict[int, _Working] = {}  # by device
@@ -304,23 +306,33 @@ class _Clock:
         """Yield the arrival of a task's answer, if there is one; return whether it is used."""
         is_used = task.answers
         if is_used:
-            before = self._version, self._used, self._mean_staleness
+            before = self._version, dict(self._counted), self._mean_staleness
             yield self._arrived(task)
             if task.n in self._failed:
                 is_used = False
-                self._version, self._used, self._mean_staleness = before
+                self._version, self._counted, self._mean_staleness = before
             self._rests.ended(task.device, self._now, failed=not is_used)
         return is_used
 
+    def _cancelled(self) -> list[int]:
+        """Give up the tasks that are to be cancelled by now, and return their devices."""
+        if not self._rule.cancel_stale:
+            return []
+        oldest = self._version - (self._rule.max_staleness or 0)
+        stale = [task.device for task in self._open.values() if task.tau < oldest]
+        for device in stale:
+            del self._open[device]
+        self._ends = [end for end in self._ends if end[2].tau >= oldest]
+        heapq.heapify(self._ends)
+        return stale
+
     def _arrived(self, task: _Working) -> Arrival:
         """Arrival of a task's answer."""
-        version = self._version
-        if self._limit is None or version - task.tau <= self._limit:
-            self._used += 1
+        version, makes = self._version, False
+        if not self._rule.is_too_stale(version - task.tau):
+            makes = self._rule.completes(self._counted, task.device)
             self._mean_staleness = mean_after(self._mean_staleness, version - task.tau)
-        makes = self._used == self._size
-        if makes:
-            self._version, self._used = version + 1, 0
+        self._version += makes
         return Arrival(
             task.n,
             task.device,
@@ -362,6 +374,7 @@ class _Clock:
                 last = due if policy.catches_up else self._now
             if self._ends and self._ends[0][0] <= wake:
                 yield from self._end_of(self._finished())
+                self._cancelled()
             else:
                 self._now = wake
                 put_off += waits
@@ -462,8 +475,9 @@ class _Clock:
         self._ends.clear()
 
     def _over(self, why: str, *, drops: bool = False) -> RoundOver:
-        version, makes = self._version, self._used > 0 and not drops
-        self._version, self._used = version + makes, 0
+        version, makes = self._version, bool(self._counted) and not drops
+        self._version += makes
+        self._counted.clear()
         return RoundOver(version, makes, oldest=version, time=self._now, why=why, drops=drops)
 
     def _anarchic(self) -> Iterator[Arrival]:
@@ -482,6 +496,9 @@ class _Clock:
                 decides = self._now + rngs[task.device].expovariate(rates[task.device])
                 heapq.heappush(decisions, (decides, task.device))
                 yield from self._end_of(task)
+                for device in self._cancelled():
+                    decides = self._now + rngs[device].expovariate(rates[device])
+                    heapq.heappush(decisions, (decides, device))
                 continue
             self._now, device = heapq.heappop(decisions)
             rests = self._rests.end(device) > self._now

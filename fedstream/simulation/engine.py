@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -24,11 +24,13 @@ from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Contribution, DevicesEvaluated, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
+from fedstream.journal.trials import StepTrials
 from fedstream.runtime.plugins import about, place_of, words
 from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver, plan
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.trainer.adaptive_steps import Scorer
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
 from fedstream.trainer.task import declared_goals
@@ -104,6 +106,8 @@ class SimulationResult:
     """bytes of all arrived updates, in their wire format"""
     goal: Mapping[str, Goal] = field(default_factory=dict)
     """goals of metrics, declared by the task"""
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    """versions at which the rule's step changed, each with the rate from then on"""
     remembering: int = 0
     """devices with error feedback; each takes the memory of a model's parameters"""
 
@@ -316,6 +320,13 @@ class _Simulation:
         self._cost = _Cost()
         self._measuring = 0.0
         self._versions: list[VersionMade] = []
+        self._steps: list[tuple[int, float]] = []
+        self._scorer: Scorer | None = None
+        self._trials: StepTrials | None = None
+        if settings.strategy.adapt is not None:
+            module, place = self._training.module, settings.simulation.device
+            self._scorer = Scorer(settings.strategy.adapt, task, module, place)
+            self._trials = StepTrials(self._strategy, self._progress)
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
@@ -375,6 +386,7 @@ class _Simulation:
             self._measure.per_device,
             self._transport.update_bytes,
             self._goal,
+            self._steps,
             self._transport.remembering,
         )
 
@@ -524,6 +536,10 @@ class _Simulation:
             return
         spare = self._spare()
         step = take(rule, before, upload, update, spare)
+        if step.decision is not None and step.decision.outcome == "dropped":
+            self._refuse(upload, step.decision.reason, arrival.time, sizes)
+            self._release(update, spare)
+            return
         self._streak = 0
         self._in_a_row.clear()
         self._failing.pop(arrival.device, None)
@@ -533,6 +549,9 @@ class _Simulation:
             about = self._happened(step, arrival.time)
             self._journal.taken(upload, sent, step, about, sizes)
         self._tell(made)
+        if self._trials is not None:
+            self._trials.take(upload, update)
+            self._adapt(made)
         self._release(before.state.model, update, spare)
 
     def _refuse(self, upload: Upload, reason: str, at: float, sizes: Counted) -> None:
@@ -556,7 +575,33 @@ class _Simulation:
             about = self._happened(step, over.time)
             self._journal.round_over(over, round_, version, about, dropped)
         self._tell(made)
+        if self._trials is not None:
+            self._trials.close_round(round_, drops=dropped > 0)
+            self._adapt(made)
         self._release(*before.state.models())
+
+    def _adapt(self, made: VersionMade | None) -> None:
+        """At the end of a window, scale the rule's step as the held-out data say."""
+        from fedstream.simulation.training import blamed
+
+        run, rule = self._progress, self._strategy
+        trials, scorer, adapt = self._trials, self._scorer, rule.adapt
+        if made is None or trials is None or scorer is None or adapt is None:
+            return
+        if not trials.is_due(run) or self._ending is not None:
+            return
+        began = time.perf_counter()
+        with blamed(f"validation data at version {made.version}"):
+            proposed = scorer.proposal(run, trials)
+        self._measuring += time.perf_counter() - began
+        if proposed is not None:
+            rate = rule.step_rate * proposed.scale
+            self._progress = replace(run, scale=proposed.scale, scaled_at=proposed.at)
+            self._steps.append((made.version, rate))
+            if self._journal is not None:
+                about = self._happened(None, made.time)
+                self._journal.scaled(proposed, rule.step_key, rate, about)
+        trials.begin(self._progress)
 
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.coordinator.rounds import Rounds
-from fedstream.core.messages import DevicesEvaluated, Outcome, Upload
-from fedstream.journal import EvaluationEnded, RoundClosed, SegmentHead, Taken, Writer
+from fedstream.core.messages import DevicesEvaluated, Outcome, StepProposed, Upload
+from fedstream.journal import EvaluationEnded, RoundClosed, SegmentHead, StepScaled, Taken, Writer
 from fedstream.journal.rebuild import standing_of
-from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, UNSHARED, WIRE_FORMATS
+from fedstream.journal.records import (
+    DROPPED_ROUNDS,
+    EVALUATIONS,
+    STEP_SCALES,
+    UNSHARED,
+    WIRE_FORMATS,
+)
 from fedstream.settings.plugin_sources import part_sources
 from fedstream.strategies import sources_of
 
@@ -66,6 +72,8 @@ class SimulationRecorder:
             needs.append(UNSHARED)
         if settings.evaluator.on_devices is not None:
             needs.append(EVALUATIONS)
+        if settings.strategy.adapt is not None:
+            needs.append(STEP_SCALES)
         head = SegmentHead(
             needs=tuple(sorted(needs)),
             epoch=1,
@@ -177,6 +185,23 @@ class SimulationRecorder:
                 sums=ended.sums,
                 metrics=ended.metrics,
                 version=version,
+                time=about.time,
+                received=about.time,
+            )
+        )
+
+    def scaled(self, proposed: StepProposed, key: str, rate: float, about: Happened) -> None:
+        """Record a change of the step's scale. ``rate``: the value of the strategy's ``key``."""
+        self._writer.append(
+            StepScaled(
+                entry=f"{about.n}-0",
+                at=proposed.at,
+                scale=proposed.scale,
+                key=key,
+                rate=rate,
+                metric=proposed.metric,
+                scores=proposed.scores,
+                version=proposed.at,
                 time=about.time,
                 received=about.time,
             )

@@ -17,12 +17,14 @@ from fedstream.core.layout import Model
 from fedstream.core.messages import DevicesEvaluated, Measured
 from fedstream.runtime.plugins import about, words
 from fedstream.simulation import stacked
+from fedstream.terminal import line
 from fedstream.trainer import local_values, vector
 from fedstream.trainer.data import check, placed, size_of
 from fedstream.trainer.descent import channels_last
 from fedstream.trainer.goals import Stopping
 from fedstream.trainer.learner import as_sent
 from fedstream.trainer.on_devices import Choice, Names, device_metrics, result, spread, sums_of
+from fedstream.trainer.precision import Precision
 from fedstream.trainer.solvers import Cancelled, Solvers, Trained, Work
 from fedstream.trainer.task import NoLabels, Task, measured, solver_for_device, untrained
 
@@ -88,6 +90,7 @@ class Training:
         self._local: dict[int, Model] = {}  # by device, once it has trained
         self._group: stacked.StackedTraining | None = None
         self._channels_last = False
+        self._precision = Precision(task, partial(line, err=True))
         if simulation.batched and _faster_channels_last(task, self.module):
             self._channels_last = True
         elif (
@@ -183,7 +186,9 @@ class Training:
         self.put_local(device, job.base)
         with blamed(f"device {device} at version {job.version}"):
             with self._layout():
-                trained = self._task.train(self.module, self.data(device), work)
+                data = self.data(device)
+                work = self._precision.settled(work, self.module, data)
+                trained = self._task.train(self.module, data, work)
             vector.read(self.module, job.into)
             sent = self._as_sent(job, trained)
         if (values := local_values.read(self.module, job.base.layout)) is not None:

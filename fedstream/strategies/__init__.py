@@ -12,9 +12,14 @@ from fedstream.core.layout import Model
 from fedstream.private import importing
 from fedstream.runtime.plugins import RECORDED, OneOf, Plugin, PluginRegistry
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
+from fedstream.strategies.aflguard import AflGuardSettings
+from fedstream.strategies.basgd import BasgdSettings
 from fedstream.strategies.batches import Batch, FedBuffSettings
+from fedstream.strategies.cached import AcedSettings, Ca2flSettings
+from fedstream.strategies.fadas import FadasSettings
 from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
+from fedstream.strategies.ring import RingleaderSettings, RingmasterSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
 from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
@@ -23,17 +28,24 @@ from fedstream.strategies.vectors import DeviceVectors
 __all__ = [
     "FUNCTIONS",
     "RULES",
+    "AcedSettings",
     "AfaCdSettings",
     "AfaCsSettings",
+    "AflGuardSettings",
+    "BasgdSettings",
     "Batch",
+    "Ca2flSettings",
     "Decision",
     "DeviceVectors",
+    "FadasSettings",
     "FedAsyncSettings",
     "FedAvgSettings",
     "FedBuffSettings",
     "Memory",
     "Mixing",
     "Model",
+    "RingleaderSettings",
+    "RingmasterSettings",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",
@@ -61,6 +73,13 @@ RULES: PluginRegistry[type[Strategy]] = PluginRegistry(
         "afa-cd": AfaCdSettings,
         "afa-cs": AfaCsSettings,
         "scaffold": ScaffoldSettings,
+        "ca2fl": Ca2flSettings,
+        "aced": AcedSettings,
+        "fadas": FadasSettings,
+        "ringmaster": RingmasterSettings,
+        "ringleader": RingleaderSettings,
+        "basgd": BasgdSettings,
+        "aflguard": AflGuardSettings,
     },
     accept=_accept,
     expected="a class derived from fedstream.strategies.Strategy",

@@ -41,6 +41,8 @@ class FedAsyncSettings(Mixing):
     Asynchronous Federated Optimization (Xie, Koyejo, Gupta), algorithm 1.
     """
 
+    step_key: ClassVar[str] = "alpha"
+
     name: Literal["fedasync"] = "fedasync"
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.4
     alpha_schedule: AlphaSchedule = ConstantAlpha()

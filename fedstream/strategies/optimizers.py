@@ -59,7 +59,7 @@ class _Stateful(Section):
     ) -> None:
         """Write the next parameters into ``into``: D = total / n, eta = rate.
 
-        All have the same shape; ``into`` may be ``total``.
+        All have the same shape, but the vectors may be longer; ``into`` may be ``total``.
         """
         is_new = self.vectors[-1] not in vectors
         own = [vectors.write(name) for name in self.vectors]
@@ -68,7 +68,7 @@ class _Stateful(Section):
         share, eta = np.float32(1.0 / n), np.float32(rate)
         with np.errstate(over="ignore"):  # squares above float32's range count as its largest
             for begin in range(0, x.size, BLOCK):
-                part = slice(begin, begin + BLOCK)
+                part = slice(begin, min(begin + BLOCK, x.size))
                 way = self.direction(total[part] * share, *(vector[part] for vector in own))
                 np.multiply(way, eta, out=way)
                 np.add(x[part], way, out=into[part])
@@ -165,6 +165,32 @@ class Yogi(Adam):
         np.subtract(v, np.multiply(squares, signs, out=squares), out=v)
 
 
+class Amsgrad(_Stateful):
+    """As ``adam``, but v starts at 0, and v-hat <- max(v-hat, v); x <- x + eta m / (sqrt(v-hat) +
+    eps).
+
+    On the Convergence of Adam and Beyond (Reddi, Kale, Kumar), algorithm 2.
+    """
+
+    kind: Literal["amsgrad"] = "amsgrad"
+    beta1: Beta = 0.9
+    beta2: Beta = 0.99
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
+
+    moments: ClassVar[tuple[str, ...]] = ("m", "v", "v-hat")
+
+    def direction(self, mean: Floats, *own: Floats) -> Floats:
+        """m / (sqrt(v-hat) + eps)."""
+        m, v, most = own
+        _decay(m, mean, self.beta1)
+        squares = np.multiply(mean, mean)
+        _decay(v, np.minimum(squares, _LARGEST, out=squares), self.beta2)
+        np.maximum(most, v, out=most)
+        root = np.sqrt(most)
+        np.add(root, np.float32(self.eps), out=root)
+        return np.divide(m, root, out=root)
+
+
 def _decay(mean: Floats, new: Floats, beta: float) -> None:
     """mean <- beta mean + (1 - beta) new."""
     np.multiply(mean, np.float32(beta), out=mean)
@@ -172,5 +198,5 @@ def _decay(mean: Floats, new: Floats, beta: float) -> None:
 
 
 Optimizer = Annotated[
-    ServerSgd | Momentum | Nesterov | Adagrad | Adam | Yogi, Field(discriminator="kind")
+    ServerSgd | Momentum | Nesterov | Adagrad | Adam | Yogi | Amsgrad, Field(discriminator="kind")
 ]

@@ -68,6 +68,7 @@ class PrivateSums(Strategy):
         return cls.model_construct(
             name=rule.name,
             max_staleness=limit,
+            cancel_stale=rule.cancel_stale,
             rule=rule,
             terms=terms,
         )
@@ -246,6 +247,13 @@ def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
             "it needs each update alone, and a private run opens sums only; fedbuff, fedavg and "
             "afa-cd work on sums"
         )
+    if isinstance(rule, FedBuffSettings) and rule.aggregate != "mean":
+        return (
+            f"strategy.aggregate = {rule.aggregate!r} needs each update alone: in a private run, "
+            "private.buckets and private.over resist outliers"
+        )
+    if isinstance(rule, Batch) and rule.clip is not None:
+        return "strategy.clip needs each update alone: leave it out, devices clip by the policy"
     if isinstance(rule, FedBuffSettings) and not isinstance(rule.staleness, Constant):
         return (
             "strategy.staleness weighs each update: leave it out, the privacy policy has weights "

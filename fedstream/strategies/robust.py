@@ -1,15 +1,16 @@
-"""Means of a few vectors that outliers can't move far: of the buckets of a private version.
+"""Means of a few vectors that outliers can't move far: of updates, or of the means of buckets.
 
-A sum of masked updates hides its outliers. So a version's updates are split into buckets with a
-sum each, and one of these rules runs over the buckets' means (Karimireddy, He and Jaggi 2022,
-Byzantine-robust learning on heterogeneous datasets via bucketing). All give the same bits on every
-machine: element-wise operations in a fixed order, also where a sum is reduced to a number.
+A sum of masked updates hides its outliers. So a private version's updates are split into buckets
+with a sum each, and one of these rules runs over the buckets' means (Karimireddy, He and Jaggi
+2022, Byzantine-robust learning on heterogeneous datasets via bucketing). All give the same bits on
+every machine: element-wise operations in a fixed order, also where a sum is reduced to a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
+from statistics import median_low
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedstream.strategies.mixing import BLOCK, add
 
 ITERATIONS: Final = 16
 _NEAREST: Final = 1e-6  # nu: a smaller distance counts as this one
+STANDS_OUT: Final = 3.0  # times as far, or as long, as is usual
 
 
 def mean(vectors: Sequence[Floats], into: Floats) -> None:
@@ -52,15 +54,30 @@ def geometric_median(vectors: Sequence[Floats], into: Floats) -> None:
     """
     median(vectors, into)
     for _ in range(ITERATIONS):
-        shares = [1 / max(_NEAREST, _distance(into, vector)) for vector in vectors]
+        shares = [1 / max(_NEAREST, distance(into, vector)) for vector in vectors]
         total = sum(shares)  # in the order of the vectors
         into[:] = 0.0
         for vector, share in zip(vectors, shares, strict=True):
             add(into, vector, share / total, into=into)
 
 
-def _distance(a: Floats, b: Floats) -> float:
-    """The Euclidean norm of a - b; unlike that of ``mixing``, with the same bits everywhere."""
+def far_from(middle: Floats, vectors: Sequence[Floats]) -> tuple[int, ...]:
+    """The places of the vectors more than :data:`STANDS_OUT` times as far from ``middle`` as usual.
+
+    Usual is the median of the vectors' distances, of an even number the smaller of two.
+    """
+    found = [distance(middle, vector) for vector in vectors]
+    usual = median_low(found)
+    return tuple(n for n, far in enumerate(found) if far > STANDS_OUT * usual > 0)
+
+
+def norm(a: Floats) -> float:
+    """The Euclidean norm of a; unlike that of ``mixing``, with the same bits everywhere."""
+    return distance(a, np.broadcast_to(np.float32(0.0), a.shape))
+
+
+def distance(a: Floats, b: Floats) -> float:
+    """The norm of a - b, with the same bits everywhere."""
     total, room = 0.0, np.empty(min(BLOCK, a.size))
     for start in range(0, a.size, BLOCK):
         part = slice(start, start + BLOCK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedstream.core.layout import Model
 from fedstream.strategies.batches import Batch
@@ -30,6 +30,13 @@ class ScaffoldSettings(Batch):
     """Divide updates by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """M; by default all devices of the run"""
+
+    @field_validator("clip")
+    @classmethod
+    def _no_clip(cls, clip: float | None) -> float | None:
+        if clip is not None:
+            raise ValueError("scaffold can't shorten a delta, as c_i+ - c_i belongs to all of it")
+        return clip
 
     @property
     def remembered(self) -> int | None:

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from fedstream.core.layout import Model
+from fedstream.core import reasons
+from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Sends
 from fedstream.runtime.config import NamedSettings
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.vectors import DeviceVectors
 
 InRounds: TypeAlias = Literal["never", "possible", "always"]
@@ -55,6 +57,7 @@ class Memory:
     devices: DeviceVectors | None = None
     closed: bool = False  # a private batch that takes no more updates, as its round has ended
     opened: int = 0  # buckets of the next private version whose sums are among the vectors
+    stalest: int = 0  # the largest staleness of the updates, in a `Batch`
 
     def copy(self, into: Model | None = None) -> Memory:
         """A deep copy; the sum is copied into ``into``, if given."""
@@ -94,6 +97,12 @@ class Decision:
     outcome: Literal["applied", "buffered", "dropped"]
     weight: float
     staleness: int
+    reason: str = reasons.TOO_STALE
+    """why the update is refused, if it is dropped: one of ``reasons.REFUSED``"""
+    suspects: tuple[int, ...] = ()
+    """the places, from 0, of updates that stand out among those of the next version"""
+    is_reference: bool = False
+    """whether the update stays in the rule's memory to judge others, and goes into no version"""
 
 
 class Strategy(NamedSettings):
@@ -119,11 +128,42 @@ class Strategy(NamedSettings):
     """whether updates are masked: versions are then made by opening a batch's sum"""
     batch_key: ClassVar[str] = "buffer_size"
     """the key that sets ``batch``, for error messages"""
+    step_key: ClassVar[str] = ""
+    """the key that sets the length of a step, which ``adapt`` scales; '': there is none"""
 
     name: str = ""
     """The rule's name in the configuration; a user's is file.py:Name."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Staler updates are dropped."""
+    # Left out while it is the default, so that earlier releases read the run.
+    cancel_stale: Annotated[bool, Field(exclude_if=lambda cancels: not cancels)] = False
+    """Whether a task is given up as soon as its update would be staler."""
+    adapt: Annotated[Adapt | None, Field(exclude_if=lambda one: one is None)] = None
+    """How the length of a step is adapted; None: it stays as configured."""
+
+    @model_validator(mode="after")
+    def _can_adapt(self) -> Self:
+        if self.adapt is None:
+            return self
+        if not self.step_key:
+            raise ValueError(f"adapt: {self.name!r} has no rate to scale: leave it out")
+        if not self.adapt.least <= self.step_rate <= self.adapt.most:
+            raise ValueError(
+                f"adapt: {self.step_key} = {self.step_rate:g} is not between least = "
+                f"{self.adapt.least:g} and most = {self.adapt.most:g}"
+            )
+        return self
+
+    @property
+    def step_rate(self) -> float:
+        """The value of ``step_key``, the length of a step."""
+        return float(getattr(self, self.step_key))
+
+    def scaled(self, scale: float) -> Self:
+        """The rule with steps of ``scale`` times the length; this one if it doesn't adapt."""
+        if scale == 1.0 or self.adapt is None:
+            return self
+        return self.model_copy(update={self.step_key: self.step_rate * scale})
 
     @property
     def batch(self) -> int:
@@ -138,8 +178,12 @@ class Strategy(NamedSettings):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors in the rule's memory, each as long as the parameters."""
+        """The names of the vectors in the rule's memory, each of :meth:`span` values."""
         return ()
+
+    def span(self, layout: Layout) -> int:
+        """The length of the rule's vectors: by default as many values as parameters."""
+        return layout.parameters
 
     def vectors(self, floats: int) -> DeviceVectors:
         """All vectors that the rule keeps, of ``floats`` elements, as at the run's beginning."""
@@ -193,6 +237,17 @@ class Strategy(NamedSettings):
     def end_round(self, state: State) -> State:
         """End the round: make the next version of the arrived updates, if any."""
         return state
+
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an arriving update of ``device``, and return whether it completes a version.
+
+        ``arrived``: the count so far, at first empty, by device. For plans, which know no models.
+        """
+        arrived[device] = arrived.get(device, 0) + 1
+        if sum(arrived.values()) < self.batch:
+            return False
+        arrived.clear()
+        return True
 
     def is_due(self, state: State) -> bool:
         """Whether a batch of masked updates is complete, so that its sum can be opened."""

@@ -1,4 +1,5 @@
-"""Vectors that a strategy keeps: one for each device (AFA-CS, SCAFFOLD), and some by name."""
+"""What a strategy keeps of each device: a vector (AFA-CS, SCAFFOLD) and an integer; and vectors by
+name."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class DeviceVectors:
     """M vectors of ``floats`` float32 each, and one for each of ``names``; zero until written.
 
     A named vector belongs to no device, but has a number after the last device's, because journals
-    know vectors by number.
+    know vectors by number. ``numbers`` has an integer of devices that the strategy chose, such as
+    the version at which a vector was written. It may be changed freely; every standing holds it, in
+    its order.
 
     Only written vectors are allocated. Above a gigabyte, they are in unnamed temporary files in
     ``TMPDIR``, deleted with the process, as the journal has their content (FedstreamError if there
@@ -44,6 +47,7 @@ class DeviceVectors:
         self.devices, self.names = devices, names
         self.heard: set[int] = set()  # devices with a written vector
         self.changed: set[int] = set()  # numbers written since a reader cleared this set
+        self.numbers: dict[int, int] = {}  # device -> the strategy's integer, not negative
         self._floats = floats
         self._in_memory = in_memory
         self._vectors: dict[int, Floats] = {}
@@ -83,6 +87,7 @@ class DeviceVectors:
             self.devices, self._floats, names=self.names, in_memory=self._in_memory
         )
         copied.heard, copied.changed = set(self.heard), set(self.changed)
+        copied.numbers = dict(self.numbers)
         copied._vectors = dict(self._vectors)
         self._shared, copied._shared = set(self._vectors), set(self._vectors)
         copied._free, self._free = self._free, []  # the copy is usually the one written to

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.core import reasons
 from fedstream.core.layout import Layout, Model, Tensor
 from fedstream.core.messages import Upload
 from fedstream.journal import VECTORS, RoundClosed, SegmentHead, Taken, Writer
@@ -57,6 +56,7 @@ class MemoryPrint:
     arrivals: int
     weight: float
     vectors: tuple[tuple[int | str, bytes], ...]
+    numbers: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def memory_print(memory: Memory) -> MemoryPrint:
         memory.arrivals,
         memory.weight,
         tuple((key, vectors[key].tobytes()) for key in kept) if vectors is not None else (),
+        tuple(vectors.numbers.items()) if vectors is not None else (),
     )
 
 
@@ -234,8 +235,10 @@ class Recording:
             self._rule, self._progress, upload, update.model, filled(update.model.layout, 0xFF)
         )
         decision = step.decision
-        if decision is None or decision.outcome == "dropped":
-            about |= {"outcome": "refused", "reason": reasons.TOO_STALE, "version": before.version}
+        if decision is None:
+            raise RuntimeError("an update without a decision")
+        if decision.outcome == "dropped":
+            about |= {"outcome": "refused", "reason": decision.reason, "version": before.version}
             return (Taken(**about),)
         self._progress = step.after
         about |= {"outcome": decision.outcome, "weight": decision.weight}

@@ -22,7 +22,7 @@ from tests.chaos.pages import Pages, Unreadable, Written, chain, counting, diges
 Note = Mapping[str, Any]
 Notes = Mapping[tuple[str, int, str], Note]
 USED = ("applied", "buffered")
-_DELTAS = ("fedbuff", "afa-cd", "afa-cs", "scaffold")
+_DELTAS = ("fedbuff", "afa-cd", "afa-cs", "scaffold", "ca2fl", "aced", "fadas")
 _WEIGHT = 1e-9  # relative: two mathematical libraries may round the last bit otherwise
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Vector = npt.NDArray[np.float32]
 f4 = np.float32
+CACHING = ("afa-cs", "aced", "ca2fl")  # they keep the sum over the last updates of all devices
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,14 @@ class Course:
     devices: int
     model: Vector
     version: int = 0
-    sums: Vector | None = None  # over the batch that is growing; of AFA-CS over all devices
+    sums: Vector | None = None  # over the batch that is growing; or over all devices
     arrivals: int = 0
     total: float = 0.0  # FedAvg: of weights
     last: dict[int, Vector] = field(default_factory=dict)  # what is kept of each device
+    since: dict[int, int] = field(default_factory=dict)  # of it, the version before which it came
+    before: Vector | None = None  # CA2FL: the sum before the batch
+    moments: list[Vector] = field(default_factory=list)  # FADAS: m, v, the largest v
+    late: int = 0  # FADAS: the largest staleness in the batch
 
     @property
     def name(self) -> str:
@@ -146,14 +151,18 @@ class Course:
             self.sums = np.zeros_like(self.model)
         x, buffers, controls = self.shape.split(self.sums)
         new, its_buffers, change = self.shape.split(sent)
-        if self.name == "afa-cs":
+        self.late = max(self.late, self.version - since(upload))
+        if self.name in CACHING:
             before = self.last.get(upload["device"], np.zeros_like(new))
-            now = new * f4(1.0 / (upload["lr"] * upload["steps"]))
+            by = 1.0 if self.name == "ca2fl" else 1.0 / (upload["lr"] * upload["steps"])
+            now = new * f4(by)
             x = x + (now - before) * f4(1.0)
             self.last[upload["device"]] = now
+            self.since.pop(upload["device"], None)
+            self.since[upload["device"]] = self.version
         elif self.name == "afa-cd":
             x = _plus(x, new, 1.0 / (upload["lr"] * upload["steps"]))
-        elif self.name == "fedbuff":
+        elif self.name in ("fedbuff", "fadas"):
             x = _plus(x, new, weight)
         else:
             x = _plus(x, new, 1.0)
@@ -175,11 +184,52 @@ class Course:
             rate = float(self.rule["server_lr"])
             if self.name == "afa-cs":
                 x = _plus(x, direction, rate / self.devices)
+            elif self.name == "aced":
+                x, direction = self._recent(x, direction, rate)
+                self.sums = np.concatenate([direction, buffers, changes])
+            elif self.name == "ca2fl":
+                x = self._calibrated(x, direction, rate)
+            elif self.name == "fadas":
+                x = self._adaptive(x, direction * f4(1.0 / self.arrivals), rate)
             else:
                 x = _plus(x, direction, rate / self.arrivals)
                 c = _plus(c, changes, 1.0 / self.devices)
             made = np.concatenate([x, buffers, c])
-            if self.name != "afa-cs":
+            if self.name not in CACHING:
                 self.sums = None
-        self.model, self.arrivals = made, 0
+        self.model, self.arrivals, self.late = made, 0, 0
         self.version += 1
+
+    def _recent(self, x: Vector, total: Vector, rate: float) -> tuple[Vector, Vector]:
+        """ACED: along the mean of the updates that are not too old; the others leave the sum."""
+        for device, version in list(self.since.items()):
+            if self.version - version > self.rule["max_age"]:
+                total = _plus(total, self.last[device], -1.0)
+                self.last[device] = np.zeros_like(total)
+                del self.since[device]
+        return _plus(x, total, rate / len(self.since)), total
+
+    def _calibrated(self, x: Vector, total: Vector, rate: float) -> Vector:
+        """CA2FL: along the mean before the batch, and the mean change of its devices."""
+        before = np.zeros_like(total) if self.before is None else self.before
+        change = (total - before) * f4(1.0 / len(self.since))
+        self.before = total.copy()
+        self.since.clear()
+        return _plus(x, _plus(change, before, 1.0 / self.devices), rate)
+
+    def _adaptive(self, x: Vector, mean: Vector, rate: float) -> Vector:
+        """FADAS: AMSGrad; as in the paper, or as in its program."""
+        beta1, beta2, eps = (float(self.rule["server"][key]) for key in ("beta1", "beta2", "eps"))
+        m, v, most = self.moments or [np.zeros_like(mean)] * 3
+        m = m * f4(beta1) + mean * f4(1.0 - beta1)
+        v = v * f4(beta2) + mean * mean * f4(1.0 - beta2)
+        most = np.maximum(most, v)
+        self.moments = [m, v, most]
+        is_late = self.late > self.rule["tau_c"]
+        if self.rule["delay_adaptive"] == "paper" and is_late:
+            rate = min(rate, 1.0 / self.late)
+        elif self.rule["delay_adaptive"] == "code":
+            first, second = (1.0 - math.pow(b, self.version + 1) for b in (beta1, beta2))
+            rate = (rate / self.late if is_late else rate) * (math.sqrt(second) / first)
+            eps *= math.sqrt(second)
+        return x + m / (np.sqrt(most) + f4(eps)) * f4(rate)

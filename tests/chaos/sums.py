@@ -317,8 +317,7 @@ class Played:
         await self.goes_on()
         for fault in self.plan.faults:
             if self.rng.random() < 0.5:
-                found = await backed_up(self.client)  # a key may expire meanwhile
-                self.backup = {name: one for name, one in found.items() if one[0] is not None}
+                self.backup = await backed_up(self.client)
             if self.rng.random() < 0.5:
                 self.kept_store = self.helper.store.read_bytes()
             await self._fail(fault)
@@ -361,11 +360,11 @@ class Played:
     async def _store_rolled_back(self) -> None:
         """An operator restores a backup, which must be refused, and then begins with nothing."""
         self.kill_helper()
-        newest = self.helper.opened()
+        answered = self.helper.opened().items() & self._answered()
         self._forget_store()
         if self.kept_store is not None:
             self.helper.store.write_bytes(self.kept_store)
-        if self.kept_store is not None and self._has_opened_less(newest):
+        if self.kept_store is not None and self._lacks_one_of(answered):
             try:
                 await self.helper.start()
             except ConfigError:
@@ -376,10 +375,18 @@ class Played:
         self.helper.store.unlink(missing_ok=True)
         await self.start_helper()
 
-    def _has_opened_less(self, newest: dict[tuple[str, str], str]) -> bool:
-        """Whether the store that is there is an earlier one, or was copied amid a write."""
+    def _answered(self) -> set[tuple[tuple[str, str], str]]:
+        """Each task with the intent to which the helper has answered."""
+        intents = [one.intent for one in self.between.exchanges]
+        return {((i.run, u.task), i.digest) for i in intents if i is not None for u in i.updates}
+
+    def _lacks_one_of(self, answered: set[tuple[tuple[str, str], str]]) -> bool:
+        """Whether the store that is there forgot an answer, or was copied amid a write.
+
+        It may lack what the helper had stored, but not answered when it was killed.
+        """
         with suppress(sqlite3.DatabaseError):
-            return self.helper.opened() != newest
+            return not answered <= self.helper.opened().items()
         return True
 
     async def _replayed(self) -> None:

@@ -10,8 +10,11 @@ from fedstream.core.formats import format_of
 from fedstream.core.layout import Layout, Model
 from fedstream.journal.progress import Progress, close_round, take
 from fedstream.strategies import (
+    AcedSettings,
     AfaCdSettings,
     AfaCsSettings,
+    Ca2flSettings,
+    FadasSettings,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
@@ -36,6 +39,12 @@ RULES: tuple[Strategy, ...] = (
     AfaCdSettings(buffer_size=3),
     AfaCsSettings(buffer_size=3),
     ScaffoldSettings(buffer_size=3),
+    Ca2flSettings(buffer_size=3),
+    AcedSettings(max_age=2),
+    AcedSettings(max_age=0, buffer_size=3),
+    FadasSettings(buffer_size=3),
+    FadasSettings(buffer_size=3, server_lr=0.6, delay_adaptive="paper"),
+    FadasSettings(buffer_size=2, tau_c=0, delay_adaptive="code"),
 )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedstream.broker.client import RedisSettings
+from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.private.sealing import Intent
 from tests.chaos.sums import KINDS, K, Played, plan, play, playing
+from tests.support import Hand
+from tests.updater.journalled import backed_up, go_back
 
 PLANS = 20
 FAULTS = 3  # of a plan
@@ -47,6 +50,28 @@ async def test_checks_can_fail(redis: RedisSettings, keys: Keys, tmp_path: Path)
             found = (await played.outcome()).complaints
             assert any(says in one for one in found), (says, found)
             played.between.exchanges = before
+
+
+async def test_redis_falls_back_to_one_moment(
+    client: Client, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to one of each key: counts and tasks would disagree as no lost write makes them."""
+    await hand.create()
+    ask = client.call
+
+    async def amid_writes(*command: Any, **options: Any) -> Any:
+        await hand.ledger.trigger(hand.scheduler.token, 10_000, await issued(), [hand.trigger()])
+        return await ask(*command, **options)
+
+    async def issued() -> int:
+        return int(await ask("HGET", hand.keys.counts, "issued") or 0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "call", amid_writes)
+        backup = await backed_up(client)
+    await go_back(client, backup)
+    view = await hand.ledger.look()
+    assert view.issued == len(view.open) == 1
 
 
 def _overlap(played: Played) -> None:

@@ -39,7 +39,7 @@ class Exact(ByItself):
     exact_steps = True
 
 
-@pytest.mark.parametrize("name", ["afa-cd", "afa-cs"])
+@pytest.mark.parametrize("name", ["afa-cd", "afa-cs", "aced"])
 def test_strategy_that_divides_by_steps_is_refused_by_name(name: str) -> None:
     settings = read(None, [f"strategy.name={name}"])
     with pytest.raises(ConfigError, match=rf"strategy\.name = '{name}' .*: choose fedasync"):

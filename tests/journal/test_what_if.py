@@ -17,8 +17,11 @@ from fedstream.journal import Taken
 from fedstream.journal.base_models import BaseModels
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import (
+    AcedSettings,
     AfaCdSettings,
     AfaCsSettings,
+    Ca2flSettings,
+    FadasSettings,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
@@ -72,6 +75,11 @@ def four_models(folder: Path) -> None:
         # gamma H = 0.1 * 5: the mean gradients are twice as large
         (AfaCdSettings(buffer_size=2, server_lr=0.1), [1.0, 1.2]),
         (AfaCsSettings(buffer_size=2, server_lr=0.1), [0.2, 0.44]),  # over all ten devices
+        # + (4 + 6) / 2; + the mean cache of ten devices, (4 + 6) / 10, + (6 - 4) / 2
+        (Ca2flSettings(buffer_size=2), [5, 7]),
+        # the mean gradient of the last two: 8; 10; 12; (12 - 8) / 2
+        (AcedSettings(max_age=1), [0.8, 1.8, 3.0, 3.2]),
+        (FadasSettings(buffer_size=2, server_lr=0.5), [0.5, 0.5 + 0.275 / 0.2575**0.5]),
         (FedAvgSettings(clients_per_round=2), [(4 + 6) / 2]),  # 8 is late; 2 waits for another
     ],
 )
@@ -86,6 +94,7 @@ def test_known_answers_from_recorded_models(
     ("rule", "made"),
     [
         (FedBuffSettings(buffer_size=2), [13, 15]),
+        (Ca2flSettings(buffer_size=2), [13, 13 + (2 + 4) / 10 + (1 + 3) / 2]),
         # 10 + 2 = 12; 10 + 4 = 14; 13 + 1 = 14; 10 + 3 = 13
         (FedAsyncSettings(alpha=0.5, staleness=Constant()), [11, 12.5, 13.25, 13.125]),
         (FedAvgSettings(clients_per_round=2), [13]),  # of 12 and 14; 14 waits; 13 is late

@@ -361,7 +361,7 @@ def test_the_current_model_is_never_written_to(settings: Strategy, data: st.Data
 @pytest.mark.parametrize("settings", RULES.built_in.values())
 def test_settings_agree_with_their_strategy(settings: type[Strategy]) -> None:
     """The rest of fedstream reads the settings, and never asks which strategy they are for."""
-    usual, rule = settings(), settings().build(3)
+    usual, rule = settings(), settings().build(9)
     assert (rule.sends, rule.controls) == (settings.sends, settings.controls)
     assert (rule.max_staleness == 0) == (settings.rounds == "always")
     if settings.rounds == "never":

@@ -12,6 +12,7 @@ from fedstream.broker.streams import Group
 from fedstream.core.messages import GiveUp, Presence, Upload, decode
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.task_settings import LeaseSettings
+from fedstream.trainer.attempt import Newest
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
 from tests.support import Clock, Hand, Proxy, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
@@ -116,6 +117,64 @@ async def test_task_is_abandoned_at_its_deadline(
         assert (said.reason, said.trainer) == ("deadline passed", name)
     assert [version for _, version in task.seen] == [0, 0]
     assert await pending(hand) == 0
+
+
+async def test_training_stops_once_its_update_would_be_too_stale(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device trains from the newest version at once, instead of in vain to the end."""
+    looks: list[int] = []
+    version = Newest.version
+
+    async def noted(newest: Newest) -> int:
+        looks.append(await version(newest))
+        return looks[-1]
+
+    monkeypatch.setattr(Newest, "version", noted)
+    await hand.create(max_staleness=2, cancel_stale=True)
+    task.gate.clear()
+    async with running(make(), context()):
+        await hand.open(2)
+        await wait_until(lambda: task.seen)
+        await hand.commit(1)
+        await hand.commit(2)
+        await wait_until(lambda: looks[-2:] == [2, 2])
+        assert len(task.seen) == 1, "an update of staleness 2 is used"
+        await hand.commit(3)
+        await wait_until(lambda: len(task.seen) == 2)
+        task.gate.set()
+        first, second = await answers(hand, 2)
+    assert [since for _, since in task.seen] == [0, 3]
+    assert isinstance(first, GiveUp)
+    assert first.reason == "became too stale"
+    assert isinstance(second, Upload)
+
+
+async def test_trainer_asks_for_no_version_unless_stale_tasks_are_cancelled(
+    hand: Hand, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.trainer.attempt._STALE_S", 0.001)
+    monkeypatch.delattr(Newest, "version")
+    await hand.create(max_staleness=0)
+    async with running(make(devices=DeviceSettings(latency=FixedLatency(mean_s=0.1))), context()):
+        await hand.open()
+        [answer] = await answers(hand)
+    assert isinstance(answer, Upload)
+
+
+async def test_a_simulated_device_stops_working_once_it_is_too_stale(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create(max_staleness=0, cancel_stale=True)
+    live, slow = context(), DeviceSettings(latency=FixedLatency(mean_s=600.0))
+    async with running(make(devices=slow), live):
+        await hand.open()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        await hand.commit(1)
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    assert answer.reason == "became too stale"
 
 
 # delivery of the answer

@@ -15,7 +15,6 @@ from fedstream.core.layout import Model
 from fedstream.runtime.config import dump
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
-from fedstream.trainer.data import has_bfloat16
 from fedstream.trainer.solvers import Cancelled, Iterate, Sgd, Solver, Trained, Work
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of
@@ -307,17 +306,3 @@ def test_a_schedule_over_versions_scales_the_rates_of_groups() -> None:
     solver = read(None, keys).solver.at(2)
     found = solver.optimizer(solver.parameter_groups(fresh())).param_groups
     assert [one["lr"] for one in found] == [0.05, 0.025, 0.025]
-
-
-def test_slow_bfloat16_is_announced_before_a_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = read(None, ["run.versions=1", "solver.precision=bf16"])
-    for supported, told in ((True, ""), (False, "no bfloat16 instructions")):
-        monkeypatch.setattr(
-            "fedstream.settings.dry_step.has_bfloat16", lambda _, found=supported: found
-        )
-        simulate(settings, TASK)
-        assert told in capsys.readouterr().err
-    flags = Path("/proc/cpuinfo").read_text().split()
-    assert has_bfloat16("cpu") >= ("avx512_bf16" in flags)

@@ -70,12 +70,19 @@ async def held(hand: Hand, n: int) -> bool:
     return head is not None and head.buffered == n
 
 
+_DUMP = """
+local found = {}
+for i, name in ipairs(redis.call('KEYS', '*')) do
+  found[i] = {name, redis.call('DUMP', name), redis.call('PTTL', name)}
+end
+return found
+"""
+
+
 async def backed_up(client: Client) -> dict[bytes, Any]:
-    """Everything in Redis, to go back to."""
-    return {
-        name: (await client.call("DUMP", name), max(0, await client.call("PTTL", name)))
-        for name in await client.call("KEYS", "*")
-    }
+    """Everything in Redis at one moment, to go back to: key by key, services write in between."""
+    found = await client.call("EVAL", _DUMP, 0)
+    return {name: (value, max(0, expiry)) for name, value, expiry in found}
 
 
 async def go_back(client: Client, backup: dict[bytes, Any]) -> None:

@@ -13,8 +13,10 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.core.messages import Upload
 from fedstream.strategies import (
+    AcedSettings,
     AfaCdSettings,
     AfaCsSettings,
+    Ca2flSettings,
     FedAsyncSettings,
     FedBuffSettings,
     ScaffoldSettings,
@@ -28,9 +30,11 @@ from tests.updater.states import upload_of
 FEDBUFF = FedBuffSettings(buffer_size=1)
 AFA_CD = AfaCdSettings(buffer_size=1, server_lr=0.5)
 AFA_CS = AfaCsSettings(buffer_size=1, server_lr=0.5)
+CA2FL = Ca2flSettings(buffer_size=1)
+ACED = AcedSettings(server_lr=0.5)
 SCAFFOLD = ScaffoldSettings(buffer_size=1)
 PER_STEP = ScaffoldSettings(buffer_size=1, per_step=True)
-RULES = (FEDBUFF, AFA_CD, AFA_CS, SCAFFOLD, PER_STEP)
+RULES = (FEDBUFF, AFA_CD, AFA_CS, CA2FL, ACED, SCAFFOLD, PER_STEP)
 DELTA = {"sends": "delta"}
 
 
@@ -61,8 +65,16 @@ def filled(
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize(
     ("rule", "moved"),
-    [(FEDBUFF, 6.0), (AFA_CD, 6.0), (AFA_CS, 0.6), (SCAFFOLD, 6.0), (PER_STEP, 12.0)],
-    ids=["fedbuff", "afa-cd", "afa-cs", "scaffold", "scaffold per step"],
+    [
+        (FEDBUFF, 6.0),
+        (AFA_CD, 6.0),
+        (AFA_CS, 0.6),
+        (SCAFFOLD, 6.0),
+        (PER_STEP, 12.0),
+        (CA2FL, 3.3),
+        (ACED, 6.0),
+    ],
+    ids=["fedbuff", "afa-cd", "afa-cs", "scaffold", "scaffold per step", "ca2fl", "aced"],
 )
 async def test_delta_is_a_step_from_the_newest_version(
     make: Any, hand: Hand, rule: Strategy, moved: float
@@ -76,6 +88,7 @@ async def test_delta_is_a_step_from_the_newest_version(
         *_, last = await hand.published()
         model = await hand.model(last)
         # AFA-CS takes the device's newest gradient, of ten devices' of which nine are silent.
+        # CA2FL moves by 6, then by the mean cache alone, 0.6.
         assert model.parameters == pytest.approx([2 * moved] * 4)
         assert model.buffers.tolist() == [3.0, 3.0]  # they are no deltas
         assert model.controls == pytest.approx([0.2] * hand.layout.controls)
@@ -93,6 +106,8 @@ async def test_delta_is_a_step_from_the_newest_version(
         (AFA_CD, {}, {"lr": math.nan}, "no steps"),
         (AFA_CD, {"parameters": 0.0, "buffers": 0.0}, {"lr": 1e-40}, "no steps"),
         (AFA_CS, {}, {"device": 10}, "unknown device"),
+        (CA2FL, {}, {"device": 10}, "unknown device"),
+        (ACED, {}, {"steps": 0}, "no steps"),
         (FEDBUFF, {}, {"sends": "model"}, "sends a model"),
         (FEDBUFF, {"buffers": math.inf}, {}, "not finite"),
         (FEDBUFF, {"parameters": 10 * LARGEST_DELTA}, {}, "norm too large"),

@@ -331,6 +331,50 @@ async def test_run_waits_for_its_helper(
         assert port is not None
 
 
+async def test_store_that_the_helper_loses_costs_one_batch(
+    make: Any,
+    helper: Http,
+    policy: PrivacyPolicy,
+    hand: Hand,
+    devices: Devices,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its new key is in Redis before the next batch begins, however seldom the updater looks.
+
+    So it is once Redis falls back to the earlier key: the first update that is sealed to that one
+    is refused, and costs no batch.
+    """
+    monkeypatch.setattr("fedstream.updater.sums._LOOK_S", 3600.0)
+    mine = PrivateSums.of(RULE, PrivateTerms(policy=policy))
+    (tmp_path / "emptied").mkdir()
+    async with Between() as between, serving(tmp_path / "emptied", policy=policy) as emptied:
+        between.helper = str(helper.make_url("/"))
+        updater = make(mine, private=PrivateSettings(helper=between.url))
+        async with running(updater, context()):
+            await hand.join()
+            await devices.answers(0)
+            early = await hand.client.call("GET", hand.keys.sealing)
+            between.helper = str(emptied.make_url("/"))
+            for device in range(1, K):
+                await devices.answers(device)
+            await wait_until(lambda: opened(folder))
+            for device in range(K):
+                await devices.answers(device)
+            await hand.reaches(1)
+            late = await hand.client.call("GET", hand.keys.sealing)
+            await hand.client.call("SET", hand.keys.sealing, early)
+            await devices.answers(0)
+
+            async def is_late() -> bool:
+                return bool(await hand.client.call("GET", hand.keys.sealing) == late)
+
+            await wait_until(is_late)
+            await wait_until(lambda: refused(hand, "refused", {reasons.HELPER_LOST: 1}))
+    assert [one.reason for one in opened(folder)] == ["helper lost", ""]
+
+
 async def test_seal_of_another_update_is_refused(
     private: Callable[..., Updater], hand: Hand, devices: Devices
 ) -> None:
@@ -468,10 +512,14 @@ async def test_run_ends_before_a_device_exceeds_its_budget(
     store.close()
 
 
-async def test_emptied_redis_gets_the_accounts_again(
-    private: Callable[..., Updater], hand: Hand, devices: Devices
+async def test_emptied_redis_gets_accounts_and_key_again(
+    private: Callable[..., Updater],
+    hand: Hand,
+    devices: Devices,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or the scheduler would ask devices that can take part no more."""
+    """Or the scheduler would ask devices that can take part no more, and the others could not."""
+    monkeypatch.setattr("fedstream.updater.sums._LOOK_S", 3600.0)
     async with running(private(), context()):
         await hand.join()
         for device in range(K):
@@ -484,6 +532,7 @@ async def test_emptied_redis_gets_the_accounts_again(
             return head is not None and head.privacy is not None and head.privacy.opened == 1
 
         await wait_until(is_told)
+        await wait_until(lambda: hand.client.call("EXISTS", hand.keys.sealing))
 
 
 def test_devices_that_began_a_version_in_buckets_are_enough_to_end_it(hand: Hand) -> None:

@@ -230,8 +230,13 @@ class FleetRoutes:
         return protobuf.message("Nothing")
 
     async def _heartbeat(self, device: int, _said: Any) -> Any:
+        """Give up the supernode's task if it is of no use any more; Flower cannot interrupt it."""
+        tasks = self._running.tasks
         if self._run_cache.has_begun:
-            await self._running.tasks.due(device, evaluates=True)
+            held = await tasks.due(device, evaluates=True)
+            why = (await tasks.advise(held, held.attempt))[1] if held is not None else None
+            if held is not None and why is not None:
+                await tasks.give_up(held, why)
         return protobuf.message("HeartbeatResponse", success=True)
 
     # tasks

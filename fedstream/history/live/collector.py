@@ -109,6 +109,7 @@ class Collector:
             made=recent.made.newest(),
             gauged=recent.gauged.newest(),
             told=tuple(recent.told),
+            suspects=dict(recent.suspects),
         )
 
     async def _caught_up(self) -> bool:

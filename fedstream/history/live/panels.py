@@ -160,6 +160,7 @@ def devices_html(snapshot: Snapshot) -> str:
         table=table,
         rows=table.rows("", most=SHOWN),
         is_recorded=snapshot.is_recorded,
+        suspects=sorted(snapshot.suspects.items(), key=lambda one: (-one[1], one[0]))[:SHOWN],
         ends=len(snapshot.ended),
     )
 

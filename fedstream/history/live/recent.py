@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,9 @@ _UNMATCHED = 4096  # updates of versions whose outcomes were not told yet
 _REASONS = 1000  # a closed set, but for a Redis that anybody may write to
 _TEXT = 2000  # characters of an error that are kept
 _LAST_S = 253_402_300_799.0  # the end of the year 9999: no date is later
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Ring:
@@ -65,6 +68,7 @@ class Recent:
         self.told: deque[Event] = deque(maxlen=_SHOWN)
         self.ended = Ring(UPDATE, ROWS)
         self.made = Ring(MADE, ROWS)
+        self.suspects: dict[int, int] = {}  # how often each device was named as one
         self.gauged = Ring(GAUGED, _GAUGES)
         self._reasons = {"": 0}
         self._rows: dict[str, int] = {}  # task -> its row, of those used and not in a version yet
@@ -87,6 +91,9 @@ class Recent:
                 del self.measured[next(iter(self.measured))]
         elif event.what == "outcome" and event.outcome is not None:
             self._end(event)
+        elif event.what == "suspect" and event.device is not None:
+            times = self.suspects.pop(event.device, 0)
+            _bounded(self.suspects, event.device, times + 1)
         self.told.append(event)
 
     def _end(self, event: Event) -> None:
@@ -166,7 +173,7 @@ def _moment(seconds: float) -> float:
     return min(max(seconds, 0.0), _LAST_S) if isfinite(seconds) else 0.0
 
 
-def _bounded(known: dict[str, Any], task: str, value: object) -> None:
-    known[task] = value
+def _bounded(known: dict[K, V], key: K, value: V) -> None:
+    known[key] = value
     if len(known) > _UNMATCHED:
         del known[next(iter(known))]

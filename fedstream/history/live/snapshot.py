@@ -7,7 +7,7 @@ Redis's clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -83,6 +83,8 @@ class Snapshot:
     made: RowArray  # of versions, as rows of MADE: the newest 16,384
     gauged: RowArray  # of GAUGED: at most 1,800
     told: tuple[Event, ...]  # the newest 50; their times have a date, their texts are short
+    # How often each device was named as a suspect.
+    suspects: Mapping[int, int] = field(default_factory=dict)
     is_recorded: bool = False  # whether the coordinator can read the run's journal
 
     def rate(self, name: str) -> float | None:

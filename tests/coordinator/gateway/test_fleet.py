@@ -203,6 +203,24 @@ async def test_supernode_that_ends_gives_its_task_up(
         assert await node.reply(message, content(changed(hand, 1), {"num_examples": 1.0})) == []
 
 
+async def test_supernode_that_has_become_too_stale_works_on_and_its_reply_is_not_used(
+    redis: RedisSettings, hand: Hand, tmp_path: Path
+) -> None:
+    """Flower cannot interrupt it, but another device can have its place at once."""
+    await hand.create(max_staleness=0)
+    beat = "/v1/fleet/send-node-heartbeat", "HeartbeatRequest", "HeartbeatResponse"
+    async with fleet(hand, redis, tmp_path) as node:
+        message, _ = await asked(hand, node)
+        assert (await node.ask(*beat)).success
+        assert len(node.place.gateway.replica.sessions) == 1
+        await hand.commit(1)
+        await node.place.gateway.replica.run_cache.look()
+        assert (await node.ask(*beat)).success
+        await ends(hand, "given_up", "became too stale")
+        assert all(await node.reply(message, content(changed(hand, 1), {"num_examples": 1.0})))
+        assert await hand.queue() == []
+
+
 async def test_who_is_not_listed_is_turned_away(
     redis: RedisSettings, hand: Hand, tmp_path: Path
 ) -> None:

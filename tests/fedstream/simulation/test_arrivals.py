@@ -166,6 +166,34 @@ def test_too_stale_updates_make_no_version() -> None:
     assert any(not one.makes for one in found)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ("scheduler.policy.kind=in_flight", "scheduler.policy.n=4"),
+        ("scheduler.policy.kind=none", "trainer.anarchic.rate=0.3"),
+    ],
+)
+def test_device_whose_update_would_be_too_stale_begins_anew_at_once(
+    policy: tuple[str, ...],
+) -> None:
+    """The slow device is never done in time, and blocks no slot."""
+    ring = (
+        "strategy.name=ringmaster",
+        "strategy.max_staleness=5",
+        "devices.slow_devices=[3]",
+        "devices.slow_factor=1000",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "simulation.staleness.kind=latency",
+        *policy,
+    )
+    found = arrivals(200, *ring)
+    assert all(one.version - one.tau <= 5 and one.makes for one in found)
+    assert {one.device for one in found} == set(range(10)) - {3}
+    assert found[-1].n > 200 + 10, "the slow device begins again and again"
+    waits = arrivals(200, *ring, "strategy.cancel_stale=false")
+    assert waits[-1].n == 200, "once asked, the slow device works for a thousand seconds"
+
+
 def test_steps_are_drawn_for_every_task() -> None:
     dynamic = arrivals(2000, "scheduler.steps.kind=uniform", "scheduler.steps.c=5")
     assert {one.steps for one in dynamic} == set(range(1, 11))

@@ -125,7 +125,7 @@ def test_round_asks_as_many_devices_as_a_version_needs() -> None:
 
 
 def test_every_rule_drops_late_updates_in_rounds() -> None:
-    for name in ("afa-cd", "afa-cs", "fedbuff", "fedavg", "scaffold"):
+    for name in ("afa-cd", "afa-cs", "ca2fl", "aced", "fadas", "fedbuff", "fedavg", "scaffold"):
         sets = [f"strategy.name={name}", ROUNDS]
         sets += ["solver.kind=scaffold"] * (name == "scaffold")
         assert read(None, sets).rule.build(10).max_staleness == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,26 @@ RULES = {
     "fedbuff": ("strategy.name=fedbuff", "strategy.buffer_size=4"),
     "afa-cd": AFA,
     "afa-cs": ("strategy.name=afa-cs", "strategy.buffer_size=4"),
+    "ca2fl": ("strategy.name=ca2fl", "strategy.buffer_size=4"),
+    "aced": ("strategy.name=aced", "strategy.max_age=3", "strategy.server_lr=0.2"),
+    "fadas": (
+        "strategy.name=fadas",
+        "strategy.buffer_size=4",
+        "strategy.server_lr=0.05",
+        "strategy.delay_adaptive=code",
+    ),
     "scaffold": SCAFFOLD,
+    "ringmaster": (
+        "strategy.name=ringmaster",
+        "strategy.max_staleness=2",
+        "simulation.staleness.kind=latency",
+        "scheduler.policy.kind=in_flight",
+        "scheduler.policy.n=4",
+        "devices.latency={kind='fixed', mean_s=1.0}",
+        "devices.slow_devices=[0]",
+        "devices.slow_factor=20",
+    ),
+    "ringleader": ("strategy.name=ringleader",),
     "scaffold, per step": (*SCAFFOLD, "strategy.per_step=true", "strategy.server_lr=0.2"),
 }
 
@@ -339,8 +359,12 @@ def test_simulation_can_be_stopped() -> None:
     assert 0 < found.versions[-1].version < 1000
 
 
-def test_lower_precision_costs_little() -> None:
+def test_lower_precision_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 trains from the weights as they are in every step, not as they were in the first."""
+    ticks = accumulate(1 / n for n in range(1, 10**3))  # the second of two steps is the faster
+    monkeypatch.setattr(
+        "fedstream.trainer.precision.time", SimpleNamespace(perf_counter=lambda: next(ticks))
+    )
     exact = run("run.versions=60", "simulation.batched=false")
     rough = run("run.versions=60", "solver.precision=bf16")
     assert exact.model.digest() != rough.model.digest()

@@ -139,6 +139,8 @@ def test_simulation_computes_what_trainers_and_rule_do(
         ("fedbuff", "int4"),
         ("afa-cd", "topk:0.3"),
         ("afa-cs", "bf16"),
+        ("ca2fl", "int4"),
+        ("fadas", "topk:0.3"),
         ("scaffold", "int8+zstd"),
     ],
 )

@@ -21,8 +21,11 @@ from fedstream.strategies.optimizers import ServerSgd
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import fails, held, reasons, records
 from tests.updater.vectors.twin import (
+    ACED,
     ADAM,
     AFA_CS,
+    CA2FL,
+    FADAS,
     SCAFFOLD,
     M,
     Twin,
@@ -36,7 +39,9 @@ from tests.updater.vectors.twin import (
 )
 
 
-@pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD, ADAM], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [AFA_CS, SCAFFOLD, ADAM, CA2FL, ACED, FADAS], ids=lambda rule: rule.name
+)
 async def test_updater_killed_between_checkpoints_gives_the_same_bits(
     make: Any, hand: Hand, folder: Path, rule: Strategy, twin: Twin
 ) -> None:
@@ -53,11 +58,16 @@ async def test_updater_killed_between_checkpoints_gives_the_same_bits(
     assert same(on_disk(folder), twin.vectors)
     chain = segments(folder)
     assert all(segment.head.needs == (VECTORS,) for segment in chain[1:])
-    assert rule is ADAM or any(segment.standing.elsewhere for segment in chain)
+    built = rule.build(M)
+    devices = built.remembered or 0
+    named = {*range(devices, devices + len(built.vector_names))}
+    assert not devices or any(segment.standing.elsewhere for segment in chain)
     for before, segment in pairwise(chain):  # of each what changed, and no more
         written = [record.message for record in before.records(segment.follows)]
         heard = {message.upload.device for message in written if isinstance(message, Taken)}
-        assert {*segment.standing.here} == ({0, 1} if rule is ADAM else heard)
+        cleared = {*segment.standing.here} - heard - named
+        assert {*segment.standing.here} == (heard | cleared if devices else set()) | named
+        assert not cleared or rule is ACED
     with Replayer(folder) as replayer:
         made = {m.version: m.model.digest() for m in replayer if m.identical}
     assert made == {n: digest for n, digest in twin.digests.items() if n}

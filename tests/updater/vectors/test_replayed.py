@@ -22,10 +22,10 @@ from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings, initial
 from tests.journals import Scribe
 from tests.support import model_of
-from tests.updater.vectors.twin import AFA_CS, BOTH, FIRST, SCAFFOLD, M, layout_for, two
+from tests.updater.vectors.twin import AFA_CS, EACH, FIRST, SCAFFOLD, M, layout_for, two
 
 
-@BOTH
+@EACH
 def test_replay_from_the_middle_is_identical(folder: Path, rule: Strategy) -> None:
     scribe = two(folder, rule)
     for begin in range(scribe.version + 1):
@@ -34,7 +34,7 @@ def test_replay_from_the_middle_is_identical(folder: Path, rule: Strategy) -> No
         assert made == {n: scribe.digests[n] for n in range(begin + 1, scribe.version + 1)}
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("begin", [0, 2])
 def test_other_rule_does_not_affect_the_recorded_one(
     begin: int, folder: Path, rule: Strategy
@@ -148,7 +148,7 @@ def test_servers_control_is_always_the_mean_of_the_devices(folder: Path) -> None
 Journal = Callable[..., tuple[int, str, str]]
 
 
-@BOTH
+@EACH
 def test_export_contains_only_the_modules_tensors(
     journal: Journal, tmp_path: Path, rule: Strategy, folder: Path
 ) -> None:
@@ -164,7 +164,7 @@ def test_export_contains_only_the_modules_tensors(
     )
 
 
-@BOTH
+@EACH
 def test_verify_finds_a_damaged_vector_and_continues(
     journal: Journal, folder: Path, rule: Strategy
 ) -> None:

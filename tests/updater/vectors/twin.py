@@ -15,8 +15,11 @@ from fedstream.journal import Taken, segments
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.rebuild import recovered
 from fedstream.strategies import (
+    AcedSettings,
     AfaCsSettings,
+    Ca2flSettings,
     DeviceVectors,
+    FadasSettings,
     FedBuffSettings,
     ScaffoldSettings,
     State,
@@ -29,8 +32,11 @@ from tests.support import Hand, layout_of, model_of, wait_until
 M = 10
 AFA_CS = AfaCsSettings(buffer_size=2, server_lr=0.5)
 SCAFFOLD = ScaffoldSettings(buffer_size=2)
+CA2FL = Ca2flSettings(buffer_size=2)
+ACED = AcedSettings(buffer_size=2, max_age=2)
+FADAS = FadasSettings(buffer_size=2, tau_c=0, delay_adaptive="code")
 ADAM = FedBuffSettings(buffer_size=2, server=Adam())
-BOTH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD], ids=lambda rule: rule.name)
+EACH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD, CA2FL, ACED], ids=lambda rule: rule.name)
 FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
 
 
@@ -96,9 +102,8 @@ def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
     assert wanted is not None
     assert (found.devices, found.names) == (wanted.devices, wanted.names)
     keys = [*range(found.devices), *found.names]
-    return found.heard == wanted.heard and all(
-        found[key].tobytes() == wanted[key].tobytes() for key in keys
-    )
+    noted = (found.heard, [*found.numbers.items()]) == (wanted.heard, [*wanted.numbers.items()])
+    return noted and all(found[key].tobytes() == wanted[key].tobytes() for key in keys)
 
 
 def on_disk(folder: Path) -> DeviceVectors | None:

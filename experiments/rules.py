@@ -1,0 +1,300 @@
+"""Every rule with an equal budget of tuning: our own measurement, logistic regression on MNIST.
+
+100 devices, of which every fifth takes ten times as long, in virtual time. A task takes a second
+on average and trains 5 steps of gamma .1. Each run takes 2,000 updates. ``rounds`` is fedbuff in
+rounds of ten: FedAvg with a step size.
+
+Two experiments. ``rules-steps`` runs each rule with the :data:`LADDER` of five step sizes, once,
+with seed 0. ``python -m experiments.rules`` then writes each rule's best step to ``steps.json``, by
+the mean accuracy over the last third of the run. ``rules`` runs only these steps, with the seeds 1
+to 5: no run that chose a step is among the reported ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from torch import nn
+
+from experiments.choosing import BASE, DEVICES, GAMMA, SLOW, H, K
+from experiments.reproduction import (
+    Cell,
+    Experiment,
+    JudgedClaim,
+    KeyValues,
+    Panel,
+    Picture,
+    Results,
+    above,
+    mean_of,
+)
+from experiments.running import Store
+from experiments.showing import mean_and_deviation
+from fedstream.trainer.images import mnist
+from fedstream.trainer.in_memory import InMemory
+from fedstream.trainer.task import TaskSettings
+
+UPDATES = 2_000
+FULL = GAMMA * H  # afa-cd's and afa-cs's step with which they move as far as a mean of models
+LADDER = (1.0, 0.4, 0.16, 0.064, 0.0256)  # times a rule's largest step
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule, the key of its step size, and the largest step that is tried."""
+
+    sets: KeyValues
+    step: str
+    top: float
+    batch: int = 1  # updates in a version
+    in_rounds: bool = False
+
+    @property
+    def steps(self) -> list[float]:
+        """The steps that are tried."""
+        return [self.top * part for part in LADDER]
+
+    def keys(self, step: float, in_flight: int) -> dict[str, object]:
+        """The configuration for a step size and so many tasks in flight."""
+        versions = UPDATES // self.batch
+        policy = {"kind": "rounds", "k": K} if self.in_rounds else {"kind": "in_flight"}
+        flying = {} if self.in_rounds else {"n": in_flight}
+        return {
+            **{f"scheduler.policy.{key}": value for key, value in (policy | flying).items()},
+            "run.versions": versions,
+            "simulation.evaluate_every": versions // 40,
+            **self.sets,
+            self.step: step,
+        }
+
+
+def _mixing(**more: object) -> Rule:
+    sets = {"strategy.name": "fedasync", **{f"strategy.{k}": v for k, v in more.items()}}
+    return Rule(sets, "strategy.alpha", 1.0)
+
+
+def _batch(name: str, top: float, **more: object) -> Rule:
+    table = {"name": name, "buffer_size": K, **more}
+    return Rule({f"strategy.{k}": v for k, v in table.items()}, "strategy.server_lr", top, K)
+
+
+ROUNDS = "rounds"
+RULES: dict[str, Rule] = {
+    ROUNDS: Rule(_batch("fedbuff", 0).sets, "strategy.server_lr", 1.5, K, in_rounds=True),
+    "fedasync, constant": _mixing(**{"staleness.kind": "constant"}),
+    "fedasync, polynomial": _mixing(**{"staleness.kind": "polynomial"}),
+    "fedasync, hinge": _mixing(**{"staleness.kind": "hinge"}),
+    "fedasync, inverse sqrt": _mixing(
+        **{"staleness.kind": "constant", "alpha_schedule.kind": "inverse_sqrt"}
+    ),
+    "fedbuff": _batch("fedbuff", 1.5),
+    "fedbuff, momentum": _batch("fedbuff", 0.5, **{"server.kind": "momentum"}),
+    "fedbuff, nesterov": _batch("fedbuff", 0.5, **{"server.kind": "nesterov"}),
+    "fedbuff, adagrad": _batch("fedbuff", 0.3, **{"server.kind": "adagrad"}),
+    "fedbuff, adam": _batch("fedbuff", 0.1, **{"server.kind": "adam"}),
+    "fedbuff, yogi": _batch("fedbuff", 0.1, **{"server.kind": "yogi"}),
+    "afa-cd": _batch("afa-cd", 1.5 * FULL),
+    "afa-cs": _batch("afa-cs", 1.5 * FULL),
+    "scaffold": Rule(
+        {**_batch("scaffold", 1.5).sets, "solver.kind": "scaffold"}, "strategy.server_lr", 1.5, K
+    ),
+}
+PARTITIONS: dict[str, KeyValues] = {
+    "Dirichlet .1": {"kind": "dirichlet", "alpha": 0.1},
+    "one class each": {"kind": "classes", "p": 1},
+}
+RESULTS = Path(__file__).parent / "results"
+CHOSEN = "steps.json"
+_FAMILIES = {
+    "every update a version": ("fedasync",),
+    "batches": ("rounds", "fedbuff", "afa", "scaffold"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The rules on a task, in each combination of data and tasks in flight."""
+
+    name: str
+    of: str  # the model, for titles
+    base: KeyValues
+    in_flight: Sequence[int]
+    data: Mapping[str, KeyValues]  # by partition
+
+    @property
+    def situations(self) -> dict[str, tuple[KeyValues, int]]:
+        """The keys of the data and the tasks in flight, by name."""
+        return {
+            f"{name}, {n} in flight": (sets, n)
+            for (name, sets), n in product(self.data.items(), self.in_flight)
+        }
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs that choose the steps are."""
+        return RESULTS / f"{self.name}-steps"
+
+    def cell(self, situation: str, rule: str, step: float, label: str) -> Cell:
+        """A run."""
+        data, in_flight = self.situations[situation]
+        return Cell(label, {**RULES[rule].keys(step, in_flight), **data})
+
+    def tried(self) -> tuple[Cell, ...]:
+        """The runs that choose the steps."""
+        return tuple(
+            self.cell(situation, rule, step, _label(situation, rule, step))
+            for situation in self.situations
+            for rule in RULES
+            for step in RULES[rule].steps
+        )
+
+    def reported(self) -> tuple[Cell, ...]:
+        """The runs with the chosen steps; empty before these are chosen."""
+        path = self.folder / CHOSEN
+        steps: Mapping[str, float] = json.loads(path.read_text()) if path.is_file() else {}
+        return tuple(
+            self.cell(situation, rule, steps[label], label)
+            for situation, rule in product(self.situations, RULES)
+            if (label := _label(situation, rule)) in steps
+        )
+
+    def choose(self) -> str:
+        """Write the best step of each rule whose steps have all run; say how many these are."""
+        results, found = Store(self.folder).results(), {}
+        for situation, rule in product(self.situations, RULES):
+            late = {
+                step: results.late(_label(situation, rule, step), "accuracy")
+                for step in RULES[rule].steps
+            }
+            if all(late.values()):
+                found[_label(situation, rule)] = max(late, key=lambda step: mean_of(late[step]))
+        (self.folder / CHOSEN).write_text(json.dumps(found, indent=1) + "\n")
+        return f"{self.name}: {len(found)} of {len(self.situations) * len(RULES)} steps chosen"
+
+    def claims(self, results: Results) -> list[JudgedClaim]:
+        """In each situation: is any rule better than rounds, and the rules in order."""
+        return [self._claim(results, situation) for situation in self.situations]
+
+    def _claim(self, results: Results, situation: str) -> JudgedClaim:
+        late = {rule: results.late(_label(situation, rule), "accuracy") for rule in RULES}
+        order = sorted((one for one in RULES if late[one]), key=lambda one: -mean_of(late[one]))
+        best = next(one for one in order if one != ROUNDS)
+        listed = (f"{one} {mean_and_deviation([*late[one].values()])}" for one in order)
+        return JudgedClaim(
+            f"{situation}: the best asynchronous rule is better than rounds after as many updates.",
+            [above(late[best], late[ROUNDS])],
+            f"{', '.join(listed)}.",
+        )
+
+    def panels(self) -> tuple[Panel, ...]:
+        """For each situation, the curves of each family of rules."""
+        return tuple(
+            Panel(
+                f"{situation}: {family}",
+                {rule: _label(situation, rule) for rule in RULES if rule.startswith(names)},
+                x="updates",
+                xlabel="updates",
+                ylabel="test accuracy",
+                ylim=(0.0, 1.0),
+            )
+            for situation in self.situations
+            for family, names in _FAMILIES.items()
+        )
+
+    def experiments(self) -> tuple[Experiment, Experiment]:
+        """The runs that choose the steps, and those that are reported."""
+        return (
+            Experiment(
+                name=f"{self.name}-steps",
+                title=f"The step size of every rule, {self.of}",
+                source="this project's own; experiments/rules.py",
+                base=self.base,
+                cells=self.tried(),
+                repeats=1,
+                compare="last",
+                points=40,
+            ),
+            Experiment(
+                name=self.name,
+                title=f"Every rule with the best of {len(LADDER)} steps, {self.of}",
+                source="this project's own; docs/algorithms.md",
+                base=self.base,
+                cells=self.reported(),
+                first=1,
+                compare="last",
+                points=40,
+                pictures=(
+                    Picture(
+                        "rules.png",
+                        f"{DEVICES} devices, stragglers, {self.of}: accuracy by updates",
+                        self.panels(),
+                        columns=len(_FAMILIES),
+                    ),
+                ),
+                claims=self.claims,
+                notes=(
+                    f"Seeds 1 to 5; the steps were chosen by seed 0 ({self.name}-steps).",
+                    "In the claims, accuracy is the mean over the last third of the measurements.",
+                ),
+            ),
+        )
+
+
+def _label(situation: str, rule: str, step: float | None = None) -> str:
+    return f"{situation}: {rule}" + (f", step {step:.4g}" if step is not None else "")
+
+
+def mnist_cnn(partition: str) -> InMemory:
+    """MNIST with a CNN of 7,498 parameters. The partition is the same in every repeat."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 28, 28)),
+            *(nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(256, 10)),
+        )
+
+    keys = {"name": "mnist", "devices": DEVICES, "partition": PARTITIONS[partition]}
+    task = mnist(TaskSettings.model_validate(keys))
+    shares = [task.device_data(device) for device in range(DEVICES)]
+    return InMemory(model, shares, task.test_data())
+
+
+_BASE: KeyValues = {
+    **BASE,
+    "devices.slow_devices": SLOW,
+    "devices.slow_factor": 10.0,
+    "simulation.threads": 1,
+}
+STUDIES = (
+    Study(
+        "rules",
+        "logistic regression on MNIST",
+        _BASE,
+        in_flight=(20, 80),
+        data={
+            name: {f"task.partition.{key}": value for key, value in sets.items()}
+            for name, sets in PARTITIONS.items()
+        },
+    ),
+    Study(
+        "rules-cnn",
+        "a small CNN on MNIST",
+        {key: value for key, value in _BASE.items() if not key.startswith("task.")},
+        in_flight=(20,),
+        data={
+            name: {"task.name": "experiments.rules:mnist_cnn", "task.args.partition": name}
+            for name in PARTITIONS
+        },
+    ),
+)
+EXPERIMENTS = tuple(one for study in STUDIES for one in study.experiments())
+
+if __name__ == "__main__":
+    for study in STUDIES:
+        sys.stdout.write(f"{study.choose()}\n")

@@ -1,0 +1,264 @@
+"""CA2FL, ACED and FADAS beside an independent program, and what is special about their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedstream.core.layout import Model
+from fedstream.strategies import (
+    AcedSettings,
+    AfaCsSettings,
+    Ca2flSettings,
+    DeviceVectors,
+    FadasSettings,
+    FedBuffSettings,
+    State,
+    Strategy,
+    Update,
+)
+from fedstream.strategies.optimizers import Adam, Amsgrad, Momentum
+from fedstream.testing import check_strategy
+from tests.strategies import independent
+from tests.strategies.independent import Arrival, Vector
+from tests.support import layout_of, model_of
+
+M, WIDTH = 6, 7
+LAYOUT = layout_of(WIDTH)
+Program = Callable[..., list[Vector]]
+
+CASES: dict[str, tuple[Strategy, Program, dict[str, Any]]] = {
+    "ca2fl": (
+        Ca2flSettings(buffer_size=3, server_lr=0.7),
+        independent.ca2fl,
+        {"devices": M, "size": 3, "rate": 0.7},
+    ),
+    "ca2fl drops": (
+        Ca2flSettings(buffer_size=4, max_staleness=1),
+        independent.ca2fl,
+        {"devices": M, "size": 4, "rate": 1.0, "most": 1},
+    ),
+    "ca2fl alone": (
+        Ca2flSettings(buffer_size=1, server_lr=0.3),
+        independent.ca2fl,
+        {"devices": M, "size": 1, "rate": 0.3},
+    ),
+    "aced": (
+        AcedSettings(max_age=4, server_lr=0.3),
+        independent.aced,
+        {"devices": M, "size": 1, "rate": 0.3, "age": 4},
+    ),
+    "aced batch": (
+        AcedSettings(max_age=1, buffer_size=2, max_staleness=2),
+        independent.aced,
+        {"devices": M, "size": 2, "rate": 0.1, "age": 1, "most": 2},
+    ),
+    "aced youngest": (
+        AcedSettings(max_age=0),
+        independent.aced,
+        {"devices": M, "size": 1, "rate": 0.1, "age": 0},
+    ),
+    **{
+        f"fadas {edition}": (
+            FadasSettings(buffer_size=3, server_lr=0.6, tau_c=1, delay_adaptive=edition),
+            independent.fadas,
+            {"size": 3, "eta": 0.6, "edition": edition, "tau_c": 1},
+        )
+        for edition in ("none", "paper", "code")
+    },
+    "fadas drops": (
+        FadasSettings(buffer_size=2, tau_c=0, max_staleness=2, delay_adaptive="code"),
+        independent.fadas,
+        {"size": 2, "eta": 0.001, "edition": "code", "tau_c": 0, "most": 2},
+    ),
+}
+
+
+def played(rule: Strategy, seed: int = 0, n: int = 260) -> tuple[list[Arrival], list[Vector]]:
+    """Random arrivals, with repeated devices and stale ones, and x after each."""
+    rng, now = np.random.default_rng(seed), State(0, model_of(LAYOUT, *np.ones(WIDTH)))
+    rule, arrivals, found = rule.build(M), [], []
+    for _ in range(n):
+        delta = Model(LAYOUT)
+        delta.parameters[:] = rng.standard_normal(WIDTH)
+        arrival = Arrival(
+            # Device 0 comes often, and the last one seldom.
+            device=int(min(rng.geometric(0.4) - 1, M - 1)),
+            tau=max(0, now.version - int(rng.integers(0, 5))),
+            delta=delta.parameters.astype(np.float64),
+            steps=int(rng.integers(1, 6)),
+            lr=0.25,
+        )
+        update = Update(delta, arrival.tau, arrival.device, 1, arrival.steps, arrival.lr)
+        now, _ = rule.receive(now, update, Model(LAYOUT))
+        arrivals.append(arrival)
+        found.append(now.model.parameters.astype(np.float64))
+    return arrivals, found
+
+
+def apart(found: list[Vector], wanted: list[Vector]) -> float:
+    """The largest distance between two courses, in units of the second one's largest value."""
+    return float(
+        max(np.abs(f - w).max() / np.abs(w).max() for f, w in zip(found, wanted, strict=True))
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_course_is_that_of_an_independent_program(name: str) -> None:
+    rule, program, keys = CASES[name]
+    for seed in range(3):
+        arrivals, found = played(rule, seed)
+        assert apart(found, program(np.ones(WIDTH), arrivals, **keys)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("ca2fl", "caches of the batch never recorded"),
+        ("ca2fl", "divided by K twice"),
+        ("ca2fl", "mean cache after replacement"),
+        ("aced", "divided by all devices"),
+        ("fadas none", "adam"),
+    ],
+)
+def test_errors_of_other_programs_would_be_noticed(name: str, bug: str) -> None:
+    rule, program, keys = CASES[name]
+    arrivals, found = played(rule)
+    assert apart(found, program(np.ones(WIDTH), arrivals, **keys, bug=bug)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(rule for rule, *_ in CASES.values()),
+        Ca2flSettings(buffer_size=3, server=Momentum()),
+        Ca2flSettings(buffer_size=3, server=Adam()),
+        AcedSettings(max_age=2, buffer_size=3, server=Amsgrad()),
+        FedBuffSettings(buffer_size=2, server=Amsgrad()),
+    ],
+    ids=repr,
+)
+def test_rule_fulfils_the_contract(rule: Strategy) -> None:
+    """Above all, its memory survives journal, recovery and replay, in the middle of a batch too."""
+    check_strategy(rule, arrivals=90)
+
+
+def receive(rule: Strategy, now: State, device: int, *values: float) -> State:
+    update = Update(model_of(now.model.layout, *values), now.version, device, 1, 1, 1.0)
+    return rule.receive(now, update, Model(now.model.layout))[0]
+
+
+def test_ca2fl_counts_a_device_once_that_came_twice() -> None:
+    """Its last update, and the mean is over devices: 1/2 (6 + 2), not 1/3 (9 + 6 + 2)."""
+    rule, layout = Ca2flSettings(buffer_size=3).build(4), layout_of(1)
+    now = State(0, model_of(layout))
+    for device, value in ((0, 9.0), (1, 2.0), (0, 6.0)):
+        now = receive(rule, now, device, value)
+    assert now.version == 1
+    assert now.model.parameters == pytest.approx([4.0])
+    for device, value in ((1, 2.0), (2, 0.0), (3, 0.0)):  # h = (6 + 2) / 4
+        now = receive(rule, now, device, value)
+    assert now.model.parameters == pytest.approx([4.0 + 2.0 + 0.0])
+
+
+def test_ca2fl_without_heterogeneity_steps_like_fedbuff_once_all_were_heard() -> None:
+    rule, plain = Ca2flSettings(buffer_size=M).build(M), FedBuffSettings(buffer_size=M).build(M)
+    for one in (rule, plain):
+        now = State(0, model_of(layout_of(1)))
+        for device in (*range(M), *range(M)):
+            now = receive(one, now, device, 2.0)
+        assert now.model.parameters == pytest.approx([4.0])
+
+
+def test_ca2fl_goes_on_from_the_caches_that_a_dropped_round_left() -> None:
+    rule, layout = Ca2flSettings(buffer_size=2).build(2), layout_of(1)
+    now = receive(rule, State(0, model_of(layout)), 0, 6.0)
+    now = rule.drop_round(now)
+    for device, value in ((0, 4.0), (1, 4.0)):  # h = 6 / 2; corrections -2 and 4
+        now = receive(rule, now, device, value)
+    assert now.model.parameters == pytest.approx([3.0 + 1.0])
+
+
+def test_aced_with_an_endless_age_is_ace_over_the_devices_heard() -> None:
+    """ACE is afa-cs with a buffer of one."""
+    arrivals, ace = played(AfaCsSettings(buffer_size=1))
+    heard_all = next(
+        n for n in range(len(arrivals)) if len({one.device for one in arrivals[: n + 1]}) == M
+    )
+    _, aced = played(AcedSettings(max_age=1000))
+    moves = [[b - a for a, b in pairwise(one)] for one in (ace, aced)]
+    for expected, found in list(zip(*moves, strict=True))[heard_all:]:
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_aced_forgets_a_cache_and_takes_the_device_back() -> None:
+    rule, now = AcedSettings(max_age=1, server_lr=1.0).build(3), State(0, model_of(layout_of(1)))
+    xs = []
+    for device, value in ((0, 8.0), (1, 2.0), (1, 2.0), (0, 4.0)):
+        now = receive(rule, now, device, value)
+        xs.append(float(now.model.parameters[0]))
+    # 8; (8 + 2) / 2; device 0's cache is two versions old: 2; (2 + 4) / 2
+    assert xs == pytest.approx([8.0, 13.0, 15.0, 18.0])
+
+
+def test_aced_after_a_dropped_round_has_the_caches_of_it() -> None:
+    rule, layout = AcedSettings(buffer_size=2, server_lr=1.0).build(3), layout_of(1)
+    now = rule.drop_round(receive(rule, State(0, model_of(layout)), 0, 6.0))
+    for device, value in ((1, 3.0), (2, 3.0)):
+        now = receive(rule, now, device, value)
+    assert now.model.parameters == pytest.approx([4.0])
+
+
+@pytest.mark.parametrize(
+    ("edition", "stale", "eta"),
+    [
+        ("none", 4, 0.5),
+        ("paper", 2, 0.5),  # tau_c itself is not beyond it
+        ("paper", 4, 0.25),
+        ("code", 2, 0.5),
+        ("code", 4, 0.125),
+    ],
+)
+def test_fadas_slows_down_for_the_stalest_update_in_the_batch(
+    edition: Any, stale: int, eta: float
+) -> None:
+    """The first step of a corrected AMSGrad is eta; of a plain one 0.1 / sqrt(0.01) = 1, also."""
+    rule = FadasSettings(buffer_size=2, server_lr=0.5, tau_c=2, delay_adaptive=edition).build(4)
+    layout = layout_of(1)
+    x = State(0 if edition == "code" else 9, model_of(layout))
+    for tau in (x.version - stale, x.version):
+        update = Update(model_of(layout, 3.0), tau, 0, 1, 1, 1.0)
+        x, _ = rule.receive(x, update, Model(layout))
+    assert x.model.parameters == pytest.approx([eta], rel=1e-5)
+    assert x.memory.stalest == 0  # the next batch begins anew
+
+
+def test_sums_are_recomputed_from_the_caches() -> None:
+    """Else what large updates left in the sum would be all of it in the end."""
+    rng = np.random.default_rng(0)
+    for rule in (Ca2flSettings(buffer_size=1), AcedSettings()):
+        now, built = State(0, model_of(LAYOUT)), rule.build(M)
+        for n in range(300):
+            scale = 1000.0 ** (1 - n / 100)
+            now = receive(built, now, n % M, *(rng.standard_normal(WIDTH) * scale))
+        total, vectors = now.memory.model, now.memory.devices
+        assert total is not None
+        assert vectors is not None
+        exact = np.zeros(WIDTH, np.float32)
+        for device in range(M):
+            exact = exact + vectors[device]
+        assert total.parameters.tobytes() == exact.tobytes()
+
+
+def test_a_lost_sum_is_made_of_the_caches() -> None:
+    vectors = DeviceVectors(3, 1, names=Ca2flSettings().vector_names)
+    vectors.write(1)[:] = 6.0
+    lost = State(0, model_of(layout_of(1)))
+    lost = replace(lost, memory=replace(lost.memory, devices=vectors))
+    now = receive(Ca2flSettings(buffer_size=1).build(3), lost, 0, 3.0)
+    assert now.model.parameters == pytest.approx([2.0 + 3.0])

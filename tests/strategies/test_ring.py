@@ -1,0 +1,88 @@
+"""Ringmaster and Ringleader beside an independent program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedstream.core.layout import Model
+from fedstream.strategies import RingleaderSettings, RingmasterSettings, State, Strategy, Update
+from fedstream.strategies.optimizers import Adam
+from fedstream.testing import check_strategy
+from tests.strategies import independent
+from tests.strategies.independent import Vector
+from tests.strategies.test_cached import LAYOUT, WIDTH, M, apart, played
+from tests.support import model_of
+
+CASES: dict[str, tuple[Strategy, Callable[..., list[Vector]], dict[str, Any]]] = {
+    "ringmaster": (
+        RingmasterSettings(max_staleness=2, server_lr=0.7),
+        independent.ringmaster,
+        {"threshold": 3, "rate": 0.7},
+    ),
+    "ringleader": (
+        RingleaderSettings(server_lr=0.7),
+        independent.ringleader,
+        {"devices": M, "rate": 0.7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_course_is_that_of_an_independent_program(name: str) -> None:
+    rule, program, keys = CASES[name]
+    for seed in range(3):
+        arrivals, found = played(rule, seed, n=2000)
+        assert len({x.tobytes() for x in found}) > 10 * M
+        assert apart(found, program(np.ones(WIDTH), arrivals, **keys)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("ringmaster", "one version more"),
+        ("ringleader", "no second table"),
+        ("ringleader", "what comes too early is dropped"),
+        ("ringleader", "mean over all deltas"),
+    ],
+)
+def test_errors_would_be_noticed(name: str, bug: str) -> None:
+    rule, program, keys = CASES[name]
+    arrivals, found = played(rule, n=2000)
+    assert apart(found, program(np.ones(WIDTH), arrivals, **keys, bug=bug)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [*(rule for rule, *_ in CASES.values()), RingleaderSettings(server=Adam())],
+    ids=repr,
+)
+def test_rule_fulfils_the_contract(rule: Strategy) -> None:
+    """Above all, its memory survives journal, recovery and replay, in the middle of a round too."""
+    check_strategy(rule, arrivals=150)
+
+
+def test_a_round_of_ringleader_told() -> None:
+    """Three devices; the first one is fast, and the last one slow."""
+    rule, now = RingleaderSettings().build(3), State(0, model_of(LAYOUT))
+
+    def comes(device: int, delta: float) -> tuple[str, float]:
+        nonlocal now
+        update = Update(model_of(LAYOUT, *[delta] * WIDTH), now.version, device, 1, 1, 0.1)
+        now, decision = rule.receive(now, update, Model(LAYOUT))
+        return decision.outcome, round(float(now.model.parameters[0]), 5)
+
+    assert comes(0, 1.0) == ("buffered", 0.0)
+    assert comes(0, 5.0) == ("buffered", 0.0), "its mean is 3"
+    assert comes(1, 6.0) == ("buffered", 0.0)
+    assert comes(2, 9.0) == ("applied", 6.0), "all have come: + (3 + 6 + 9) / 3"
+    assert comes(2, 30.0) == ("buffered", 6.0), "it had its version: this is for the next round"
+    assert comes(0, 6.0) == ("applied", 12.33333), "its mean is 4: + (4 + 6 + 9) / 3"
+    assert comes(0, 3.0) == ("buffered", 12.33333)
+    assert comes(1, 12.0) == ("applied", 19.66667), "its mean is 9: + (4 + 9 + 9) / 3"
+    assert now.memory.devices is not None
+    assert now.memory.devices.numbers == {0: 2, 2: 2}, "one update each, for the next round"
+    assert comes(1, 0.0) == ("applied", 30.66667), "+ (3 + 0 + 30) / 3"
