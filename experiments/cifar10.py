@@ -223,6 +223,7 @@ EXPERIMENTS = (
         compare="last",
         pictures=_FIGURES.pictures("CIFAR-10", {f"FedAsync+{rule}": rule for rule in _RULES}),
         claims=_FIGURES.claims,
+        partly=True,
         notes=_FEDASYNC_NOTES,
     ),
     Experiment(

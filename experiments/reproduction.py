@@ -122,6 +122,14 @@ class Picture:
     panels: Sequence[Panel | SweepPanel]
     columns: int = 2
 
+    @property
+    def cells(self) -> list[str]:
+        """The cells that it shows."""
+        lines = [line for panel in self.panels for line in panel.lines.values()]
+        return [
+            cell for line in lines for cell in ([line] if isinstance(line, str) else line.values())
+        ]
+
 
 class Margin(NamedTuple):
     """By how much a comparison holds: its mean over the repeats, in standard errors."""
@@ -378,6 +386,8 @@ class Experiment:
     pictures: Sequence[Picture] = ()
     claims: Callable[[Results], Sequence[JudgedClaim]] = no_claims
     """may raise TooShort"""
+    partly: bool = False
+    """whether claims are judged before every cell has run"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
 

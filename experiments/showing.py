@@ -36,12 +36,12 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def show(experiment: Experiment, results: Results, folder: Path) -> None:
-    """Write table.md and the pictures; those of the experiment only once every cell has run."""
+    """Write table.md and the pictures; an experiment's picture once all of its cells have run."""
     (folder / TABLE).write_text(table(experiment, results))
     if any(cell.paper is not None and results.of(cell.label) for cell in experiment.cells):
         differences(experiment, results, folder / DIFFERENCES)
-    if not missing(experiment, results):
-        for picture in experiment.pictures:
+    for picture in experiment.pictures:
+        if all(results.of(cell) for cell in picture.cells):
             draw(experiment, results, picture, folder / picture.file)
 
 
@@ -181,7 +181,7 @@ def _beside(experiment: Experiment, results: Results) -> list[str]:
 
 def judged(experiment: Experiment, results: Results) -> tuple[list[JudgedClaim], str]:
     """The claims; or none, and why none is judged."""
-    if absent := missing(experiment, results):
+    if (absent := missing(experiment, results)) and not experiment.partly:
         return [], f"Not judged: {len(absent)} cells were not run yet."
     try:
         return list(experiment.claims(results)), ""
