@@ -113,7 +113,7 @@ def _claims(
 ) -> list[JudgedClaim]:
     """The papers' claims, then our own: schedules of alpha, and what else gamma decides."""
     claim, margin = partial(figures.claim, results), figures.margin
-    alike = [(label(_ROOT, most), label("Const", most)) for most in (SMALL, 8, LARGE)]
+    alike = [(label(_ROOT, most), label("Const", most)) for most in (SMALL, LARGE)]
     halved = [(label("Const", most), label("No decay", most)) for most in (SMALL, LARGE)]
     slowly = [
         tuple(_tuned(label(rule, most), _SLOW) for rule in (_ROOT, "Const", "Poly"))
@@ -151,7 +151,7 @@ def _claims(
         *figures.claims(results),
         claim(
             "Diminishing alpha converges fast at the beginning (2019, remark 3; here: "
-            f"alpha / sqrt(t), with s = 1, over Const, both with alpha {ALPHA:g}, at 4, 8 and 16, "
+            f"alpha / sqrt(t), with s = 1, over Const, both with alpha {ALPHA:g}, at 4 and 16, "
             f"by more than {margin:g}).",
             lambda of: [above(of(a), of(b), margin) for a, b in alike],
             _flat(alike),
