@@ -51,7 +51,7 @@ class Rule:
     sets: KeyValues
     step: str
     top: float
-    batch: int = 1  # updates in a version
+    batch: int = 1  # updates in a version, in ringleader on average
     in_rounds: bool = False
 
     @property
@@ -92,14 +92,22 @@ RULES: dict[str, Rule] = {
     "fedasync, inverse sqrt": _mixing(
         **{"staleness.kind": "constant", "alpha_schedule.kind": "inverse_sqrt"}
     ),
+    "fedasync, adaptive": _mixing(**{"staleness.kind": "polynomial", "adapt.every": 50}),
+    "ringmaster": Rule({"strategy.name": "ringmaster"}, "strategy.server_lr", 1.0),
+    "ringleader": Rule({"strategy.name": "ringleader"}, "strategy.server_lr", 0.15, 7),
     "fedbuff": _batch("fedbuff", 1.5),
     "fedbuff, momentum": _batch("fedbuff", 0.5, **{"server.kind": "momentum"}),
     "fedbuff, nesterov": _batch("fedbuff", 0.5, **{"server.kind": "nesterov"}),
     "fedbuff, adagrad": _batch("fedbuff", 0.3, **{"server.kind": "adagrad"}),
     "fedbuff, adam": _batch("fedbuff", 0.1, **{"server.kind": "adam"}),
     "fedbuff, yogi": _batch("fedbuff", 0.1, **{"server.kind": "yogi"}),
+    "fedbuff, amsgrad": _batch("fedbuff", 0.1, **{"server.kind": "amsgrad"}),
+    "fadas, paper": _batch("fadas", 0.1, delay_adaptive="paper"),
+    "fadas, code": _batch("fadas", 0.1, delay_adaptive="code"),
     "afa-cd": _batch("afa-cd", 1.5 * FULL),
     "afa-cs": _batch("afa-cs", 1.5 * FULL),
+    "ca2fl": _batch("ca2fl", 1.5),
+    "aced": Rule({"strategy.name": "aced"}, "strategy.server_lr", 3 * FULL),
     "scaffold": Rule(
         {**_batch("scaffold", 1.5).sets, "solver.kind": "scaffold"}, "strategy.server_lr", 1.5, K
     ),
@@ -111,8 +119,9 @@ PARTITIONS: dict[str, KeyValues] = {
 RESULTS = Path(__file__).parent / "results"
 CHOSEN = "steps.json"
 _FAMILIES = {
-    "every update a version": ("fedasync",),
-    "batches": ("rounds", "fedbuff", "afa", "scaffold"),
+    "every update a version": ("fedasync", "ringmaster", "aced"),
+    "batches": ("rounds", "fedbuff", "fadas"),
+    "vectors of devices": ("afa", "ca2fl", "scaffold", "ringleader"),
 }
 
 

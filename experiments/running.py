@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -59,6 +60,8 @@ class PlannedRun:
     metric: str
     higher: bool
     points: int
+    checkpoint: Path | None = None
+    """where the run is saved every five minutes, and from which it continues"""
 
     @property
     def configuration(self) -> str:
@@ -95,15 +98,15 @@ def jobs_of(
     """The runs of an experiment, with ``repeats`` per cell; None: as many as it declares.
 
     ``cells``: labels or patterns; empty: all cells. ``seed``: number, and so seed, of the first
-    repeat; None: as the experiment declares. Runs on the same data come one after the other, since
-    a process keeps the data that it read last. Raises ConfigError for a pattern that matches no
-    cell.
+    repeat; None: as the experiment declares. Every cell is run before any is repeated. Runs on the
+    same data come one after the other, since a process keeps the data that it read last. Raises
+    ConfigError for a pattern that matches no cell.
     """
     first = experiment.first if seed is None else seed
     jobs = [
         job_of(experiment, cell, first + repeat, scale, data_root)
-        for cell in chosen(experiment, cells)
         for repeat in range(repeats or experiment.repeats)
+        for cell in chosen(experiment, cells)
     ]
     data = [
         json.dumps({k: v for k, v in job.sets.items() if k.startswith("task.")}) for job in jobs
@@ -132,7 +135,7 @@ def run_job(job: PlannedRun) -> tuple[Row, Points]:
     from fedstream.simulation import simulate
 
     settings = settings_of(job.sets)
-    outcome = simulate(settings, _task(settings.task))
+    outcome = simulate(settings, _task(settings.task), checkpoint=job.checkpoint)
     measured = outcome.measured
     if not measured or job.metric not in measured[0].metrics:
         raise ConfigError(f"cell {job.cell!r}: the task does not measure {job.metric}")
@@ -372,6 +375,8 @@ def run(
 ) -> Results:
     """Run what is missing, and return all results. ``program``: the commit that runs it.
 
+    A run that was killed continues from its checkpoint in ``folder``.
+
     ``processes``: at most so many; None: one for each core.
 
     Raises ConfigError, DataError; runs that had finished are kept.
@@ -383,7 +388,18 @@ def run(
     settings_of(wanted[0].sets)
     some = {(job.cell, job.repeat) for job in wanted} if cells or seed is not None else None
     there = store.begin(experiment, scale, again=again, some=some)
-    missing = [job for job in wanted if (job.cell, job.repeat) not in there]
+    checkpoints = {
+        (job.cell, job.repeat): folder.absolute() / _checkpoint(job)
+        for job in wanted
+        if (job.cell, job.repeat) not in there
+    }
+    for checkpoint in checkpoints.values() if again else ():
+        checkpoint.unlink(missing_ok=True)
+    missing = [
+        replace(job, checkpoint=checkpoints[job.cell, job.repeat])
+        for job in wanted
+        if (job.cell, job.repeat) in checkpoints
+    ]
     processes, threads = share(len(missing), processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them done already")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -397,6 +413,7 @@ def run(
         seconds = time.perf_counter() - began
         call = Call(command, date, n, processes, threads, round(seconds, 1), place)
         store.tell(experiment, scale, call)
+        checkpoints[row.cell, row.repeat].unlink(missing_ok=True)
         waiting[row.cell] -= 1
         done.append(row)
         left = f"; about {duration(left_s(waiting, done, processes))} to go" * (n < len(missing))
@@ -405,6 +422,11 @@ def run(
             f"{row.last:.4f}, {row.seconds:.1f} s{left}"
         )
     return store.results()
+
+
+def _checkpoint(job: PlannedRun) -> str:
+    """The name of a run's checkpoint."""
+    return f"{quote(job.cell, safe='')}-{job.repeat}-{job.configuration}.checkpoint"
 
 
 def left_s(waiting: Mapping[str, int], done: Sequence[Row], processes: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from fedstream.journal import (
     RoundClosed,
     SegmentHead,
     Standing,
+    StepScaled,
     Taken,
     Writer,
 )
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
-from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, WIRE_FORMATS
+from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, STEP_SCALES, WIRE_FORMATS
 from fedstream.strategies import (
     AcedSettings,
     AfaCdSettings,
@@ -49,6 +51,7 @@ from fedstream.strategies import (
     State,
     Strategy,
 )
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.optimizers import Yogi
 from fedstream.strategies.staleness import Polynomial, StepAlpha
 from tests.support import layout_of
@@ -103,6 +106,8 @@ class Scribe:
             "release": "tests",
             "time": 1.0,
         }
+        if self.strategy.adapt is not None:
+            about["needs"] = (STEP_SCALES,)
         self.head = SegmentHead(**about | head)
         self._begin("begun")
 
@@ -214,6 +219,24 @@ class Scribe:
             time=self._time,
             received=self._time,
         )
+        self.writer.append(record)
+        return record
+
+    def scale_step(self, scale: float) -> StepScaled:
+        """The rule's step becomes ``scale`` times the configured one."""
+        record = StepScaled(
+            entry=self._entry(),
+            at=self.version,
+            scale=scale,
+            key=self.strategy.step_key,
+            rate=self.strategy.step_rate * scale,
+            metric="loss",
+            scores=((self.progress.scale, 0.75), (scale, 0.5)),
+            version=self.version,
+            time=self._time,
+            received=self._time,
+        )
+        self.progress = replace(self.progress, scale=scale, scaled_at=self.version)
         self.writer.append(record)
         return record
 
@@ -343,8 +366,8 @@ class Scribe:
 def write_golden() -> None:
     """A small journal of each strategy, of each wire format of updates and models, one with
     quarantines, one with evaluations on the devices, one with a dropped round, one with a server
-    optimizer, one with a robust mean and clipping, and two with digests by BLAKE3 (all others are
-    by SHA-256).
+    optimizer, one with a robust mean and clipping, one with steps that adapt, and two with digests
+    by BLAKE3 (all others are by SHA-256).
 
     With the digests of their versions.
 
@@ -363,7 +386,7 @@ def write_golden() -> None:
         AcedSettings(max_age=4),
         FadasSettings(buffer_size=3, delay_adaptive="code"),
         RingmasterSettings(max_staleness=3),
-        RingleaderSettings(devices=3),
+        RingleaderSettings(devices=3, server_lr=1.0),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"
@@ -371,6 +394,8 @@ def write_golden() -> None:
     journals["optimizer"] = FedBuffSettings(buffer_size=2, server=Yogi()), "f32"
     robust = FedBuffSettings(buffer_size=3, aggregate="geometric median", clip=1.5)
     journals["robust"] = robust, "f32"
+    adapted = FedBuffSettings(buffer_size=2, server_lr=0.5, adapt=Adapt())
+    journals["adapted"] = adapted, "f32"
     journals["dropped"] = FedAvgSettings(clients_per_round=3), "f32"
     blake3 = {"blake3": "f32", "blake3-models": "int8"}  # what they publish in
     journals["blake3"] = FedBuffSettings(buffer_size=3), "f32"
@@ -415,6 +440,8 @@ def write_golden() -> None:
                 scribe.close_round(drops=True)
             if name == "evaluations" and n in (3, 7, 8):
                 scribe.evaluate(**({"accuracy": n / 10, "loss": 1.5} if n != 7 else {}))
+            if name == "adapted" and n in (3, 8):  # once within a batch
+                scribe.scale_step(n / 4)
             if name == "quarantine" and n == 9:
                 scribe.segment()
                 scribe.quarantine(7, release=True)

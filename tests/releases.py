@@ -29,6 +29,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "heartbeat": {"answers": 0, "failing": 0},
     "close_round": {"drops": ()},
     "round_end": {"why": "", "drops": ()},
+    "step_proposed": {"scores": ()},
     "set_quarantine": {"release": False, "why": ""},
     "version": {"updates": (), "format": "f32"},
     "dead": {"deliveries": 0, "data": b""},

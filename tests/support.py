@@ -44,6 +44,7 @@ from fedstream.core.messages import (
     Presence,
     RoundEnd,
     SetQuarantine,
+    StepProposed,
     Trigger,
     Upload,
     Version,
@@ -426,13 +427,13 @@ class Hand:
 
     async def queue(
         self,
-    ) -> list[tuple[str, Upload | RoundEnd | SetQuarantine | DevicesEvaluated]]:
+    ) -> list[tuple[str, Upload | RoundEnd | SetQuarantine | DevicesEvaluated | StepProposed]]:
         """What waits for the updater."""
         rows = await self.client.call("XRANGE", self.keys.queue, "-", "+")
         return [
             (
                 id_.decode(),
-                decode(fields[1], Upload, RoundEnd, SetQuarantine, DevicesEvaluated),
+                decode(fields[1], Upload, RoundEnd, SetQuarantine, DevicesEvaluated, StepProposed),
             )
             for id_, fields in rows
         ]

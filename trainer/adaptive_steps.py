@@ -1,4 +1,4 @@
-"""Adaptive steps (``strategy.adapt``): the newest updates are scored at other scales of the step.
+"""Adaptive steps (``strategy.adapt``): which scale of the rule's step held-out data prefer.
 
 A simulation asks the :class:`Scorer` itself. In a live run the evaluator follows the journal, and
 proposes the best scale to the updater by a control entry of its queue.
@@ -15,11 +15,9 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.messages import StepProposed
 from fedstream.journal.errors import JournalError
 from fedstream.journal.follow import FollowedJournal
-from fedstream.journal.records import RoundClosed, StepScaled, is_used
-from fedstream.journal.trials import StepTrials
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
-from fedstream.strategies.adapt import best_scale
+from fedstream.strategies.adapt import Windows, best_scale
 from fedstream.trainer.data import placed, thinned
 from fedstream.trainer.goals import goal_of, unknown_goal
 from fedstream.trainer.task import measured
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from fedstream.core.records import Run
     from fedstream.journal.progress import Progress
     from fedstream.runtime.service import Context
+    from fedstream.strategies import Strategy
     from fedstream.strategies.adapt import Adapt
     from fedstream.trainer.data import Processor
     from fedstream.trainer.task import Task
@@ -57,17 +56,22 @@ class Scorer:
         self._task, self._module = task, module
         self._data = placed(thinned(data, adapt.rows), place)
 
-    def proposal(self, run: Progress, trials: StepTrials) -> StepProposed | None:
+    def proposal(self, rule: Strategy, run: Progress, windows: Windows) -> StepProposed | None:
         """The best scale at the end of a window; None if it is the run's present one.
 
-        Raises ConfigError without the metric, and the errors of ``metrics()``.
+        ``rule``: as configured. Raises ConfigError without the metric, and the errors of
+        ``metrics()``.
         """
-        models = (run.scale, run.state.model), *trials.models()
-        scores = tuple((scale, self._score(model)) for scale, model in models)
-        scale = best_scale(scores, run.scale, self._goal)
-        if scale == run.scale:
+        if rule.adapt is None:
             return None
-        return StepProposed(at=run.state.version, scale=scale, metric=self._metric, scores=scores)
+        scores = tuple(
+            (scale, self._score(windows.at(scale / run.scale)))
+            for scale in rule.adapt.tried(rule.step_rate, run.scale)
+        )
+        best = best_scale(scores, self._goal)
+        if best is None or best == run.scale:
+            return None
+        return StepProposed(at=run.state.version, scale=best, metric=self._metric, scores=scores)
 
     def _score(self, model: Model) -> float:
         from fedstream.trainer import vector
@@ -88,29 +92,31 @@ class StepProposals:
     def __init__(
         self,
         journal: Path,
+        every: int,
         scorer: Scorer,
         ledger: EvaluatorLedger,
         versions: Reader,
         context: Context,
         alone: asyncio.Lock,
     ) -> None:
-        """``versions``: reads new ones; nobody else uses it. ``alone``: held to use the module."""
+        """``every``: W. ``versions``: reads new ones; nobody else uses it. ``alone``: held while
+        the scorer's module is used.
+        """
         self._folder = journal
+        self._every = every
         self._scorer = scorer
         self._ledger = ledger
         self._versions = versions
         self._context = context
         self._alone = alone
         self._journal: FollowedJournal | None = None
-        self._trials: StepTrials | None = None
+        self._windows = Windows(every)
         self._unsent: StepProposed | None = None
         self._told = ""  # why the journal could not be read
 
     async def step(self, run: Run) -> None:
         """Follow the journal to the end of a window, or else wait for the next version."""
-        if self._unsent is not None:  # Redis did not answer; the updater obeys it once
-            await self._ledger.propose(self._unsent)
-            self._unsent = None
+        await self._send()  # again, if Redis did not answer: the updater obeys it once
         if run.state == "finished":
             await pause(self._context.stop, 0.5)
             return
@@ -120,59 +126,50 @@ class StepProposals:
             self._begin_anew()
             if self._told != str(error):
                 self._told = str(error)
-                self._context.log.warning("steps don't adapt: no journal", why=str(error))
+                self._context.log.warning("steps do not adapt: no usable journal", why=str(error))
             await pause(self._context.stop, _AGAIN_S)
             return
-        if is_due:
-            await self._propose()
+        if is_due and self._journal is not None:
+            await self._propose(self._journal)
         else:
             await self._versions.read(count=1000)
 
     def _follow(self, lineage: str) -> bool:
-        """Read on until a window ends; False if the journal's end comes first."""
+        """Read on until a decision is due; False if the journal's end comes first."""
         if self._journal is None:
             self._journal = FollowedJournal(self._folder)
-        journal = self._journal
-        if journal.lineage != lineage:
+        if self._journal.lineage != lineage:
             raise JournalError(f"{self._folder}: holds the journal of another run: set journal.dir")
-        with closing(journal.appended()) as records:
-            for message, update in records:
-                run, rule = journal.rebuild.progress, journal.rebuild.strategy
-                trials = self._trials
-                if trials is None or trials.rule != rule:
-                    trials = self._trials = StepTrials(rule, run) if rule.adapt else None
-                elif isinstance(message, StepScaled):
-                    trials.rescale(message.scale)
-                elif is_used(message) and update is not None:
-                    trials.take(message.upload, update)
-                elif isinstance(message, RoundClosed) and not message.late:
-                    trials.close_round(message.round, drops=message.dropped > 0)
-                if trials is not None and message.digest is not None and trials.is_due(run):
+        with closing(self._journal.made()) as versions:
+            for run in versions:
+                self._windows.add(run.state.version, run.state.model)
+                if self._windows.is_due:
                     return True
         return False
 
-    async def _propose(self) -> None:
-        """Score the models at the end of a window, propose the best one's scale, and go on."""
-        journal, trials = self._journal, self._trials
-        assert journal is not None  # noqa: S101  (a window of it has ended)
-        assert trials is not None  # noqa: S101
-        run = journal.rebuild.progress
+    async def _propose(self, journal: FollowedJournal) -> None:
+        """Score the models of the windows that have passed, and propose the best one's scale."""
+        rule, run = journal.rebuild.strategy, journal.rebuild.progress
         try:
             async with self._alone:
-                self._unsent = await asyncio.to_thread(self._scorer.proposal, run, trials)
+                self._unsent = await asyncio.to_thread(
+                    self._scorer.proposal, rule, run, self._windows
+                )
         except ConfigError:
             raise
         except Exception as error:
             self._context.log.warning("scoring raised", why=words(error), exc_info=error)
-        trials.begin(run)
+        await self._send()
+
+    async def _send(self) -> None:
         if self._unsent is not None:
             await self._ledger.propose(self._unsent)
             self._context.log.info(
-                "step proposed", version=run.state.version, scale=self._unsent.scale
+                "step proposed", version=self._unsent.at, scale=self._unsent.scale
             )
             self._unsent = None
 
     def _begin_anew(self) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._journal = self._trials = None
+        self._journal, self._windows = None, Windows(self._every)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.core.errors import ConfigError
-from fedstream.core.formats import Format
 from fedstream.core.layout import Payload
 from fedstream.private.masks import rounded
 from fedstream.private.policy import private_key
@@ -47,7 +46,7 @@ class Sealer:
         """
         check_layout(layout, policy)
         self.policy = policy
-        self.format = Format("mask", word_bits=policy.word_bits)
+        self.format = policy.format
         self._layout = layout.signature
         self._key_of = key_of
 

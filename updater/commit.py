@@ -192,6 +192,7 @@ class Commits:
                 if one.change.entry
             ),
         ]
+        ends = [(one.record is not None, one.end) for one in changes if one.end is not None]
         quarantines, loss = state.quarantines, self._loss(progress)
         on_disk = bisect_right(done_with, self.recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
@@ -201,7 +202,7 @@ class Commits:
             retained=len(done_with) - on_disk,
             mean_staleness=progress.mean_staleness,
             at=progress.state.version,
-            ends=[change.end for change in changes if change.end is not None],
+            ends=[end for _, end in sorted(ends, key=lambda one: one[0])],
             journalled=told,
             before=ended(self.told),
             entries=tuple(one.entry for one in safe),

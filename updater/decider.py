@@ -258,23 +258,22 @@ class Decider:
 
     # the sum of a private batch
 
-    async def open_sum(self, sums: Sums, state: RunState) -> tuple[Change, int | None]:
-        """Have the batch that is due opened; also returns the device that the helper blames.
+    async def open_sum(self, sums: Sums, state: RunState) -> tuple[Change, SetQuarantine | None]:
+        """Have the batch that is due opened; also quarantine the device that the helper names.
 
         The journal must be on disk. Raises as :meth:`Sums.open`.
         """
         with self.metrics.timed("open"):
             opening = await sums.open(state)
         decided = partial(self._open_sum, sums, opening, self._apart(state))
-        return await _off_loop(state, decided), opening.blamed
+        return await _off_loop(state, decided), opening.quarantine
 
     def _open_sum(self, sums: Sums, opening: Opening, state: RunState) -> Change:
-        before, format_ = state.progress, sums.format
-        sent, masks = None, None
+        before, sent, masks = state.progress, None, None
         if opening.masks is not None:
             sent, masks = Payload.empty(len(opening.masks)), self.spares.model(state.layout)
             sent.buffer[:] = np.frombuffer(opening.masks, np.uint8)
-            format_of(format_).decode(sent.buffer, masks)
+            sums.format.decode(sent.buffer, masks)
         with self.metrics.timed("mix"):
             step = open_sum(state.strategy, before, masks, opening.refused)
         version, payload, finish = self._made(state, step)
@@ -284,7 +283,7 @@ class Decider:
             intent=opening.intent.digest,
             updates=len(before.in_sum),
             reason=step.dropped,
-            format=format_,
+            format=sums.format.name,
             masks=sent.digest_like(state.digest) if sent is not None else None,
             version=step.after.state.version,
             digest=version.digest if version else None,

@@ -19,7 +19,7 @@ from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.streams import BLOCK_MS, Look, time_in
 from fedstream.core.errors import BadMessage, OutOfMemory
 from fedstream.core.layout import Payload
-from fedstream.core.messages import QUARANTINED, SetQuarantine
+from fedstream.core.messages import SetQuarantine
 from fedstream.core.records import Head
 from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
@@ -36,7 +36,6 @@ from fedstream.updater.suspects import Suspicions
 if TYPE_CHECKING:
     from fedstream.updater.sums import Sums
 
-_SPOILS = "its private updates spoil sums"
 _SILENT_S = 600.0  # without a version, before this is logged
 
 
@@ -182,7 +181,7 @@ class Loop:
                 finishing = change.finish is not None
 
     async def _open_sum(self, sums: Sums) -> None:
-        """Have the sum of a private batch opened, and quarantine the devices that spoil sums.
+        """Have the sum of a private batch opened, and quarantine the devices that prevent sums.
 
         The batch is on disk first, as the helper opens no other with these updates.
         """
@@ -192,17 +191,14 @@ class Loop:
         published_digest = None
         if ahead is not None:
             published_digest = await self.ledger.digest(state.version + 1)
-        change, blamed = await self.decider.open_sum(sums, state)
+        change, quarantine = await self.decider.open_sum(sums, state)
         if ahead is not None and not change.remakes(ahead, published_digest):
             await self._adopt(ahead)
             return
         self.unwritten.append(DecidedChange(change, state, state.after(change)))
-        suspects = set(sums.suspects(self.unwritten[-1].after))
-        if blamed is not None:
-            suspects.add(blamed)
-        if suspects:
-            devices = tuple(sorted(suspects)[:QUARANTINED])
-            await self.upkeep.ask(SetQuarantine(devices=devices, why=_SPOILS))
+        for asked in (quarantine, sums.suspects(self.unwritten[-1].after)):
+            if asked is not None:
+                await self.upkeep.ask(asked)
 
     async def _write(self) -> None:
         """Write the decided changes to the journal.

@@ -17,6 +17,8 @@ import aiohttp
 
 from fedstream.core import reasons
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
+from fedstream.core.formats import Format
+from fedstream.core.messages import QUARANTINED, SetQuarantine
 from fedstream.core.records import PrivacyLoss
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
@@ -44,8 +46,14 @@ if TYPE_CHECKING:
 _LOOK_S = 5.0  # between two requests for the helper's key
 _EXPIRE_MS = 600_000  # of the key in Redis, which the updater renews
 _SUSPECT: Final = 3  # dropped batches in a row after which a device is quarantined
-# Refusals that blame the device that the helper names, or the device of the task that it names.
-_BLAMED: Final = frozenset({"signature", "seal", "not in roster", "participation"})
+_SPOILS: Final = "its private updates spoil sums"
+# By refusal, why the device is quarantined that the helper names, itself or by its task.
+_QUARANTINES: Final[Mapping[str, str]] = {
+    "signature": _SPOILS,
+    "seal": _SPOILS,
+    "not in roster": _SPOILS,
+    "participation": "it has spent its privacy budget, as the helper counts it over all runs",
+}
 
 
 class HelperUnavailable(FedstreamError):
@@ -61,7 +69,7 @@ class Opening:
     intent: Intent
     masks: bytes | None  # packed; None: refused
     refused: str = ""  # why
-    blamed: int | None = None  # the device whose update is the reason
+    quarantine: SetQuarantine | None = None  # of the device that no sum can have
 
 
 class Sums:
@@ -82,9 +90,9 @@ class Sums:
         self._loss: tuple[Mapping[int, PrivacyAccount], PrivacyLoss | None] = {}, None
 
     @property
-    def format(self) -> str:
+    def format(self) -> Format:
         """The wire format of masked updates and of masks."""
-        return f"mask{self._policy.word_bits}"
+        return self._policy.format
 
     @property
     def least(self) -> int:
@@ -96,7 +104,7 @@ class Sums:
     def refusal(self, upload: Upload, state: RunState) -> str:
         """The reason to refuse an update by its sealed part and its device; '' for none."""
         policy, progress = self._policy, state.progress
-        if upload.format != self.format:
+        if upload.format != self.format.name:
             return reasons.WIRE_FORMAT
         if (sealed := _sealed_in(upload)) is None or not _is_of(sealed, upload, state, policy):
             return reasons.SEAL
@@ -113,14 +121,15 @@ class Sums:
             return reasons.PRIVACY_SPENT
         return ""
 
-    def suspects(self, state: RunState) -> list[int]:
-        """The devices to quarantine, as their last batches were all dropped."""
+    def suspects(self, state: RunState) -> SetQuarantine | None:
+        """The quarantine of the devices whose last sums were all dropped; None: there is none."""
         known = state.quarantines.by_device
-        return [
+        found = [
             device
             for device, account in state.progress.accounts.items()
-            if account.burnt >= _SUSPECT and device not in known
+            if account.dropped >= _SUSPECT and device not in known
         ]
+        return SetQuarantine(devices=tuple(found[:QUARANTINED]), why=_SPOILS) if found else None
 
     def loss(self, progress: Progress) -> PrivacyLoss:
         """What the sums have told so far, and the devices that can take part no more."""
@@ -194,7 +203,7 @@ class Sums:
             reason = "refused"
         if reason == reasons.HELPER_LOST:
             await self._publish_key()
-        return Opening(intent, None, reason, _blamed(reason, about, intent))
+        return Opening(intent, None, reason, _quarantine(reason, about, intent))
 
     def renew_key(self) -> None:
         """Publish the helper's key soon: Redis may have none, or an earlier one."""
@@ -275,9 +284,13 @@ def _is_of(sealed: SealedUpdate, upload: Upload, state: RunState, policy: Privac
     return (*said, sealed.run, sealed.policy) == (*ours, state.run.lineage, policy.digest)
 
 
-def _blamed(reason: str, about: dict[str, Any], intent: Intent) -> int | None:
-    if reason not in _BLAMED:
+def _quarantine(reason: str, about: dict[str, Any], intent: Intent) -> SetQuarantine | None:
+    why = _QUARANTINES.get(reason)
+    named = [
+        one.device
+        for one in intent.updates
+        if about.get("device", one.device) == one.device and about.get("task", one.task) == one.task
+    ]
+    if why is None or len(named) != 1:
         return None
-    devices = {one.task: one.device for one in intent.updates}
-    found = about.get("device", devices.get(str(about.get("task"))))
-    return found if isinstance(found, int) else None
+    return SetQuarantine(devices=tuple(named), why=why)

@@ -99,7 +99,7 @@ class TakesTasks(MemoryUse):
     async def epoch_key(self) -> bytes | None:
         """In a private run, the helper's EpochKey; None until an updater has asked the helper.
 
-        Whoever may write to Redis can have replaced it: check its signature.
+        A writer of Redis may have replaced it: check its signature.
         """
         key: bytes | None = await self._client.call("GET", self.keys.sealing)
         return key

@@ -46,9 +46,10 @@ redis.call('HSET', key.head, unpack(a.head))
 -- Fewer ends than told: this request is late, or the journal lost its tail and is catching up.
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
 if a.quarantines then quarantine(a.quarantines) end
-for _, ended in ipairs(a.ends) do
-  -- Unknown, and not told before: Redis forgot even that the task was issued.
-  if end_as_journalled(unpack(ended)) == 'unknown' and told < ends then
+for i, ended in ipairs(a.ends) do
+  -- Unknown, and not told before: Redis forgot even that the task was issued. An end that was told
+  -- may be unknown too, as only the newest tasks' ends are kept.
+  if end_as_journalled(unpack(ended)) == 'unknown' and i > #a.ends - (ends - told) then
     count('issued')
     redis.call('HSET', key.open, ended[1], '')
     end_as_journalled(unpack(ended))

@@ -230,8 +230,7 @@ def _masked_format(run: Run, name: str) -> Format:
     with importing("a private run"):
         from fedstream.private.policy import PrivacyPolicy
 
-    policy = PrivacyPolicy.parsed(run.policy.encode(), f"the policy of run {name!r}")
-    return Format("mask", word_bits=policy.word_bits)
+    return PrivacyPolicy.parsed(run.policy.encode(), f"the policy of run {name!r}").format
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments.machine import described
-from experiments.theory import afa, fedasync, fedbuff, readme, speedup
+from experiments.theory import (
+    afa,
+    fedasync,
+    fedbuff,
+    readme,
+    remarks,
+    reuse,
+    schedule,
+    speedup,
+    terms,
+    weak,
+)
 from experiments.theory.claims import Measured, TheoremClaim
 
 HERE = Path(__file__).parent
@@ -33,9 +44,14 @@ class Setting(Protocol):
 
 SETTINGS: dict[str, Setting] = {
     "fedasync": fedasync,
+    "weak": weak,
     "afa": afa,
+    "reuse": reuse,
     "speedup": speedup,
+    "terms": terms,
     "fedbuff": fedbuff,
+    "remarks": remarks,
+    "schedule": schedule,
 }
 
 

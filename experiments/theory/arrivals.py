@@ -29,14 +29,15 @@ def batches(
     size: int,
     *,
     oldest: int,
+    newest: int = 0,
     steps: tuple[int, int] = (1, 1),
     repeated: bool = False,
     runs: int = 1,
 ) -> Iterator[DrawnArrival]:
-    """Endless arrivals, ``size`` per version, with staleness uniform to ``oldest`` and uniform H.
+    """Endless arrivals, ``size`` per version, with uniform H.
 
-    The devices of a batch are drawn one by one with these odds, without replacement unless
-    ``repeated``; every run has its own arrivals.
+    Staleness is uniform from ``newest`` to ``oldest``. The devices of a batch are drawn one by one
+    with these odds, without replacement unless ``repeated``; every run has its own arrivals.
     """
     # Taking the largest log p plus Gumbel noise draws without replacement.
     with np.errstate(divide="ignore"):
@@ -48,7 +49,7 @@ def batches(
         else:
             keys = log_odds + rng.gumbel(size=(block, runs, len(odds)))
             drawn = np.argsort(-keys, axis=2)[:, :, :size].swapaxes(1, 2)
-        stale = rng.integers(0, oldest, drawn.shape, endpoint=True)
+        stale = rng.integers(newest, oldest, drawn.shape, endpoint=True)
         made = rng.integers(*steps, drawn.shape, endpoint=True)
         yield from map(
             DrawnArrival, *(of.reshape(block * size, runs) for of in (drawn, stale, made))

@@ -25,7 +25,7 @@ from experiments.theory.claims import (
 from experiments.theory.loop import closed_loop, mean_slopes
 from experiments.theory.quadratics import Quadratics, fan
 from experiments.theory.sgd import Wide
-from fedstream.strategies import FedBuffSettings
+from fedstream.strategies import FedBuffSettings, Strategy
 
 L, LOCAL, OLDEST, BUFFER, DEVICES = 0.1, 2, 1, 4, 10  # L, Q, tau, K, n
 HORIZONS = (1200, 2400, 4800, 9600, 19_200, 38_400, 76_800)
@@ -69,29 +69,43 @@ def bound(
     return 8 * root * start_gap(problem) + 16 * root * (sigma + g) + rest
 
 
+def fedbuff(size: int = BUFFER, scale: float = 1.0) -> FedBuffSettings:
+    """FedBuff with K = ``size`` and beta K = ``scale``."""
+    return FedBuffSettings(buffer_size=size, server_lr=scale)
+
+
 def errors(
     problem: Quadratics,
     horizon: int,
     *,
+    rule: Strategy | None = None,
     steps: int = LOCAL,
     oldest: int = OLDEST,
-    size: int = BUFFER,
-    scale: float = 1.0,
+    newest: int = 0,
     runs: int,
 ) -> Wide:
-    """(runs,): the mean of |grad f(w_t)|^2 over t < T with the theorem's step.
+    """(runs,): the mean of |grad f(w_t)|^2 over t < T with the theorem's learning rate.
 
-    ``scale`` is beta K, 1 in the theorem; ``steps``, ``oldest`` and ``size`` are Q, tau and K.
+    ``rule``: None for FedBuff with the theorem's step; ``steps`` and ``oldest`` are Q and tau.
+    Updates are ``newest`` to ``oldest`` versions late.
     """
+    rule = rule or fedbuff()
     start = np.full((runs, problem.dimensions), START, np.float32)
     arriving, noise = np.random.default_rng(0).spawn(2)
     odds = np.full(problem.devices, 1 / problem.devices)
     states = closed_loop(
-        FedBuffSettings(buffer_size=size, server_lr=scale).build(),
+        rule.build(),
         problem,
         start,
         batches(
-            arriving, odds, size, oldest=oldest, steps=(steps, steps), repeated=True, runs=runs
+            arriving,
+            odds,
+            rule.batch,
+            oldest=oldest,
+            newest=newest,
+            steps=(steps, steps),
+            repeated=True,
+            runs=runs,
         ),
         lr=1 / (steps * (problem.smoothness * horizon) ** 0.5),
         oldest=oldest,

@@ -27,7 +27,7 @@ from experiments.theory.quadratics import Quadratics, fan
 from experiments.theory.sgd import Wide
 from fedstream.strategies import AfaCdSettings, AfaCsSettings
 
-VERSIONS, OLDEST, SIDE_BY_SIDE = 2000, 4, 16
+VERSIONS, OLDEST, SIDE_BY_SIDE = 1000, 4, 16
 BATCHES = (1, 2, 4, 8, 16, 32)  # m of AFA-CD, M = 32
 MEMBERS = (8, 16, 32, 64)  # M of AFA-CS, m = 4 or M/2
 FIXED = 4

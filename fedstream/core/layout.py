@@ -345,6 +345,10 @@ class Model(Payload):
         """The control variate (a view), as long as the parameters; empty but for SCAFFOLD."""
         return self.floats[self.layout.floats - self.layout.controls :]
 
+    def __reduce__(self) -> tuple[type[Model], tuple[Layout, npt.NDArray[np.uint8]]]:
+        """Pickle the buffer alone, so that the views are views again."""
+        return Model, (self.layout, self.buffer)
+
     def itself(self) -> Model:
         """The model, as the values of a layout's unshared tensors."""
         return self

@@ -522,7 +522,7 @@ class Commit:
     versions: Sequence[Version] = ()  # to publish, in order
     at: int = 0  # the updater's newest version, which Redis must have if none is published
     retained: int = 0  # processed entries that stay in the queue for now
-    ends: Sequence[End] = ()
+    ends: Sequence[End] = ()  # first those that were committed before
     journalled: Mapping[str, int] = field(default_factory=dict)  # present counts of journalled ends
     before: int = 0  # number of ends committed before, which Redis must equal
     entries: Sequence[str] = ()  # queue entries to delete

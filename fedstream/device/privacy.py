@@ -14,9 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedstream.core.errors import BadMessage, ConfigError, FedstreamError
 from fedstream.core.formats import F32
-from fedstream.private.policy import PrivacyPolicy, public_key, read_signed
+from fedstream.private.policy import PrivacyPolicy, public_key, read_policy
 from fedstream.private.sealing import BadSeal, EpochKey
-from fedstream.runtime.process import read_regular
 from fedstream.trainer.sealing import Sealer
 
 if TYPE_CHECKING:
@@ -34,15 +33,13 @@ class NotPrivate(FedstreamError):
 def policy_in(file: Path, owner: str) -> PrivacyPolicy:
     """Read a policy that ``owner`` has signed (64 hexadecimal digits). Raises ConfigError."""
     try:
-        data, key = read_regular(file), public_key(owner)
-    except OSError as error:
-        raise ConfigError(f"--policy {file}: {error.strerror}") from error
+        key = public_key(owner)
     except ValueError:
         raise ConfigError(
             "--policy-owner: expected the Ed25519 public key of the helper's owner, in 64 "
             "hexadecimal digits"
         ) from None
-    return read_signed(data, key, f"--policy {file}")
+    return read_policy(file, key, f"--policy {file}")
 
 
 class PrivateTasks:

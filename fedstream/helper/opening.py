@@ -43,7 +43,9 @@ def check_intent(intent: Intent, policy: PrivacyPolicy, roster: KeyRoster) -> No
     ):
         value, count = seen.most_common(1)[0]
         if count > 1:
-            raise NotOpened("twice", f"{name} {value} is in the batch {count} times", name=value)
+            raise NotOpened(
+                "twice", f"{name} {value} is in the batch {count} times", **{name: value}
+            )
     layouts = {one.layout for one in updates}
     if {one.run for one in updates} != {intent.run} or len(layouts) > 1:
         raise NotOpened("mixed", "the updates are of several runs or model layouts")

@@ -29,6 +29,7 @@ from fedstream.journal import (
     RoundClosed,
     Segment,
     Standing,
+    StepScaled,
     SumOpened,
     Taken,
     cuts,
@@ -292,7 +293,9 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
     }
 
 
-def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded | SumOpened) -> dict[str, str]:
+def _control(
+    entry: RoundClosed | QuarantineSet | EvaluationEnded | StepScaled | SumOpened,
+) -> dict[str, str]:
     """Cells of a record that is of no update."""
     if isinstance(entry, SumOpened):
         if entry.reason:
@@ -304,6 +307,10 @@ def _control(entry: RoundClosed | QuarantineSet | EvaluationEnded | SumOpened) -
         what = f"version {entry.measured} by {found} of {entry.devices} devices"
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in entry.metrics.items())
         return {"outcome": "evaluation", "reason": f"{what}: {metrics or 'too few'}"}
+    if isinstance(entry, StepScaled):
+        scores = ", ".join(f"{value:.4g} at {scale:.4g}" for scale, value in entry.scores)
+        why = f"{entry.key} {entry.rate:.4g}: {entry.metric} {scores}"
+        return {"outcome": "step", "reason": why}
     if isinstance(entry, RoundClosed):
         return {"outcome": "round end", "reason": entry.why or f"of version {entry.round}"}
     what = "release" if entry.release else "quarantine"

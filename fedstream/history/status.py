@@ -21,6 +21,7 @@ from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.coordinator.app import status
 from fedstream.core.errors import ConfigError, FedstreamError, Unavailable
 from fedstream.core.messages import first_wrong
+from fedstream.core.records import StepSize
 from fedstream.history.display import failing_rows, outcomes, privacy_rows, quarantined
 from fedstream.terminal import cell, clock, console, measure, number, spaced, two_columns
 
@@ -60,6 +61,12 @@ class _Privacy(BaseModel):
     devices_spent: int
 
 
+class _Step(BaseModel):
+    key: str
+    rate: float
+    scale: float
+
+
 class _Answer(BaseModel):
     """Fields used of a coordinator's answer, validated because another server may be answering."""
 
@@ -90,9 +97,10 @@ class _Answer(BaseModel):
     best: _Best | None = None  # absent if the coordinator is of an older release
     dead_letters: int
     privacy: _Privacy | None = None  # of a private run
-    # The next five are absent if the coordinator is of an older release.
+    # The next six are absent if the coordinator is of an older release.
     evaluated: dict[str, int] = {}
     quarantined: list[int] = []
+    step: _Step | None = None  # of a rule that adapts
     failing: dict[str, _Failing] = {}
     published_as: str = "f32"
     encoded: _Encoded | None = None
@@ -197,6 +205,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if best := about.get("best"):
         rows.insert(5, ("best", _best(best)))
+    if step := about.get("step"):
+        rows.insert(4, (step["key"], str(StepSize(**step))))
     for what in ("refused", "given_up", "dead", "strays", "evaluated"):
         if about.get(what):
             text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())

@@ -111,6 +111,7 @@ def _numbers(view: Tally, history: History, trainers: Mapping[str, Mapping[str, 
             "staleness",
             f"mean {history.mean_staleness:.2f}, max {max(late, default=0)}  {spark}  {shape}",
         ),
+        *([(step.key, str(step))] if (step := view.head.step) is not None else []),
         ("tasks", outcomes(tasks_of(view))),
         (
             "waiting",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
-from fedstream.core.layout import Model
 from fedstream.journal.chain import segments
 from fedstream.journal.errors import JournalError
+from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Rebuild
-from fedstream.journal.records import SUFFIX, EntryRecord
+from fedstream.journal.records import SUFFIX
 from fedstream.journal.segment import Segment, SegmentEnd
 from fedstream.journal.updates import update_of
 
@@ -40,11 +40,11 @@ class FollowedJournal:
         """Close the file."""
         self._segment.close()
 
-    def appended(self) -> Iterator[tuple[EntryRecord, Model | None]]:
-        """Yield the records that were written since, each with its update; then stop.
+    def made(self) -> Generator[Progress]:
+        """Follow the records that were written since, and yield the run after each new version.
 
-        ``rebuild`` has the run after the record. An update is valid until the next record. Raises
-        JournalError where the chain goes on otherwise: then begin anew.
+        ``rebuild`` has the run after the last record. Raises JournalError where the journal goes on
+        otherwise, as after a fall-back to Redis's model: begin anew with another object.
         """
         while True:
             successor = self._successor()
@@ -52,11 +52,12 @@ class FollowedJournal:
                 update = None
                 if record.payload_bytes:
                     update = update_of(self._segment, record, self.rebuild.spare())
-                self.rebuild.take(record, update)
-                self._end = SegmentEnd(self._segment.path, record.end, record.chain)
-                yield record.entry, update
+                step = self.rebuild.take(record, update)
                 if update is not None:
                     self.rebuild.free(update)
+                self._end = SegmentEnd(self._segment.path, record.end, record.chain)
+                if step.made is not None:
+                    yield step.after
             if successor is None:
                 return
             self._go_on(successor)

@@ -34,7 +34,7 @@ class PrivacyAccount:
 
     squares: int = 0  # of its weights, added up
     sums: int = 0  # that were opened with an update of it
-    burnt: int = 0  # the last opened sums with an update of it that were dropped, in a row
+    dropped: int = 0  # the last opened sums with an update of it that were dropped, in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def charged(
         found[device] = PrivacyAccount(
             squares=was.squares + weight**2,
             sums=was.sums + 1,
-            burnt=was.burnt + 1 if is_dropped else 0,
+            dropped=was.dropped + 1 if is_dropped else 0,
         )
     return found
 

@@ -132,7 +132,7 @@ def standing_of(
             "closed": memory.closed,
             "opened": memory.opened,
             "accounts": tuple(
-                (device, one.squares, one.sums, one.burnt)
+                (device, one.squares, one.sums, one.dropped)
                 for device, one in sorted(progress.accounts.items())
             ),
             "sums": progress.sums,

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from fedstream.core.errors import ConfigError
 from fedstream.private.accounting import epsilon
-from fedstream.private.policy import KeyRoster, PrivacyPolicy, private_key, read_signed, signed
+from fedstream.private.policy import KeyRoster, PrivacyPolicy, private_key, read_policy, signed
 from fedstream.private.settings import PrivateSettings
 from fedstream.runtime.process import read_regular
 from fedstream.settings.private_runs import private_form, refusal
@@ -47,7 +47,7 @@ class Agreement:
     def read(cls, folder: Path) -> Agreement:
         """Read what :func:`agree` left in a folder. Raises ConfigError."""
         key = private_key(_content(folder / OWNER), str(folder / OWNER)).public_key()
-        policy = read_signed(_content(folder / POLICY), key, str(folder / POLICY))
+        policy = read_policy(folder / POLICY, key, str(folder / POLICY))
         return cls(folder, policy, key.public_bytes_raw().hex())
 
     def of_run(self, settings: PrivateSettings) -> PrivateSettings:

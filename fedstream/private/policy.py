@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -27,10 +28,12 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pydantic import Field, ValidationError, model_validator
 
 from fedstream.core.errors import ConfigError
+from fedstream.core.formats import Format
 from fedstream.private import KemName
 from fedstream.private.correlation import MOST_BANDS, Correlation, correlation
 from fedstream.private.noise import LARGEST_SIGMA
 from fedstream.runtime.config import Section, check
+from fedstream.runtime.process import read_regular
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # 32 bytes: a SHA-256 or a public key
 
@@ -94,6 +97,11 @@ class PrivacyPolicy(Section):
         clip, root = math.ldexp(self.clip, self.scale_bits), math.sqrt(self.parameters)
         square = clip**2 + root**2 / 4 + (clip + root / 2)  # sqrt(2 ln(1 / beta)) is 1
         return math.ceil(min(clip + root, math.sqrt(square)))
+
+    @property
+    def format(self) -> Format:
+        """The wire format of masked updates and of masks."""
+        return Format("mask", word_bits=self.word_bits)
 
     @property
     def correlation(self) -> Correlation:
@@ -208,6 +216,15 @@ def read_signed(data: bytes, owner: Ed25519PublicKey, at: str) -> PrivacyPolicy:
             "public key"
         ) from None
     return PrivacyPolicy.parsed(text, at)
+
+
+def read_policy(file: Path, owner: Ed25519PublicKey, at: str) -> PrivacyPolicy:
+    """Read the file of a signed policy. ``at``: its place, for errors. Raises ConfigError."""
+    try:
+        data = read_regular(file)
+    except OSError as error:
+        raise ConfigError(f"{at}: {error.strerror}") from error
+    return read_signed(data, owner, at)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from fedstream.core.errors import ConfigError
 from fedstream.core.words import WordBits
 from fedstream.private import KemName, importing
 from fedstream.runtime.config import Positive, Section
-from fedstream.runtime.process import read_regular
 
 if TYPE_CHECKING:
     from fedstream.private.policy import PrivacyPolicy
@@ -87,14 +86,10 @@ class PrivateSettings(Buckets):
         if self.policy is None or self.owner is None:
             return None
         with importing("private.policy"):
-            from fedstream.private.policy import public_key, read_signed
+            from fedstream.private.policy import public_key, read_policy
 
         at = f"private.policy = {self.policy!r}"
-        try:
-            data = read_regular(Path(self.policy))
-        except OSError as error:
-            raise ConfigError(f"{at}: {error.strerror}") from error
-        return read_signed(data, public_key(self.owner), at)
+        return read_policy(Path(self.policy), public_key(self.owner), at)
 
 
 def client_context(settings: PrivateSettings) -> ssl.SSLContext:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fedstream.core.errors import ConfigError
+from fedstream.private.settings import PolicyTerms
 from fedstream.runtime.task_settings import FixedSteps
 from fedstream.trainer.schedules import ConstantRate
 from fedstream.trainer.solvers import Solvers
@@ -79,9 +81,21 @@ def _unequal_steps(settings: Settings) -> str:
 
 
 def private_rule(settings: Settings, rule: Strategy) -> Strategy:
-    """``rule``, or its private form if the settings name a policy. Raises ConfigError."""
-    policy = settings.private.read()
-    return rule if policy is None else private_form(settings, rule, policy)
+    """``rule``, or its private form if the settings name a policy.
+
+    Raises ConfigError, also for terms that are not the policy's.
+    """
+    mine, usual = settings.private, PolicyTerms()
+    if (policy := mine.read()) is None:
+        return rule
+    for key, asked in mine.terms:
+        known = getattr(policy, key)
+        if asked not in (known, getattr(usual, key)):
+            raise ConfigError(
+                f"private.terms.{key} = {asked!r}, but private.policy = {mine.policy!r} has "
+                f"{known!r}: leave private.terms out, or make another policy (fedstream agree)"
+            )
+    return private_form(settings, rule, policy)
 
 
 def private_form(settings: Settings, rule: Strategy, policy: PrivacyPolicy) -> Strategy:

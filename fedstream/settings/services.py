@@ -13,7 +13,6 @@ from fedstream.coordinator.scheduler import Scheduler
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import MakePage
 from fedstream.core.errors import ConfigError
-from fedstream.core.formats import format_of
 from fedstream.core.records import Run
 from fedstream.flower import apps
 from fedstream.runtime.plugins import runs_program
@@ -141,7 +140,7 @@ def described(settings: Settings, module: nn.Module) -> str:
     sent = layout.with_controls() if settings.strategy.controls else layout
     form = settings.wire.of_updates
     if (policy := settings.private.read()) is not None:
-        form = format_of(f"mask{policy.word_bits}")
+        form = policy.format
     return f"{parts}; an update has {form.sizes(sent)[1]:,} bytes"
 
 

@@ -7,6 +7,7 @@ own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several d
 from __future__ import annotations
 
 import math
+import pickle
 import secrets
 import time
 from collections import Counter, deque
@@ -24,12 +25,12 @@ from fedstream.core.layout import Layout, Model
 from fedstream.core.messages import Contribution, DevicesEvaluated, Goal, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
-from fedstream.journal.trials import StepTrials
 from fedstream.runtime.plugins import about, place_of, words
 from fedstream.simulation.arrivals import Arrival, Job, PlannedEvent, RoundOver, plan
 from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
+from fedstream.strategies.adapt import Windows
 from fedstream.trainer.adaptive_steps import Scorer
 from fedstream.trainer.goals import best_of, goal_of, unknown_goal
 from fedstream.trainer.solvers import Cancelled, SolverSettings, minibatches_in
@@ -48,6 +49,27 @@ _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str] 
 _NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals searched for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
+_SAVE_S = 300.0  # between two checkpoints
+_SAVED = (  # in a checkpoint: what the rest of the run depends on, except the settings
+    "_failed",
+    "_progress",
+    "_digest",
+    "_transport",
+    "_models",
+    "_ahead",
+    "_taken",
+    "_trained",
+    "_entries",
+    "_streak",
+    "_refused",
+    "_given_up",
+    "_failing",
+    "_in_a_row",
+    "_cost",
+    "_measuring",
+    "_versions",
+    "_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +111,7 @@ class SimulationResult:
     why: str
     refused: Counter[str] = field(default_factory=Counter)
     given_up: Counter[str] = field(default_factory=Counter)
-    """tasks that raised, by reason"""
+    """tasks that raised or became too stale, by reason"""
     failing: dict[int, tuple[int, str]] = field(default_factory=dict)
     """devices with several errors in a row: their number, and the last error"""
     seconds: float = 0.0
@@ -142,6 +164,7 @@ def simulate(
     on_version: Callable[[VersionMade, Model], object] | None = None,
     on_error: Callable[[str], object] = lambda _text: None,
     cancelled: Callable[[], bool] = lambda: False,
+    checkpoint: Path | None = None,
 ) -> SimulationResult:
     """Simulate the run that ``settings`` describe, to its end.
 
@@ -150,7 +173,10 @@ def simulate(
     enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the run's id
     there, drawn by default. ``on_version``: called for every version, including 0; the model is
     valid only during the call. ``on_error``: called with an error of the task and its traceback,
-    once for each raising place.
+    once for each raising place. ``checkpoint``: a file in which the run is saved every five
+    minutes, and from which it continues if the file exists: with the same bits, but without
+    ``on_version`` for earlier versions. It is unpickled, so it must be your own; it fits only the
+    same settings, task and release, and no journal.
 
     A device on which the task raises gives its task up and rests, as in a live run. Raises
     ConfigError, JournalError; DataError, naming the device, for an error of the task if no device
@@ -170,6 +196,7 @@ def simulate(
             on_error,
             cancelled,
             threads,
+            checkpoint,
         )
         stack.callback(run.close)
         return run.result()
@@ -270,6 +297,7 @@ class _Simulation:
         on_error: Callable[[str], object],
         cancelled: Callable[[], bool],
         threads: int,
+        checkpoint: Path | None,
     ) -> None:
         from fedstream.settings.dry_step import try_task
         from fedstream.settings.services import devices_of
@@ -318,15 +346,13 @@ class _Simulation:
         self._failing: dict[int, tuple[int, str]] = {}  # device -> failures in a row, the error
         self._in_a_row: Counter[int] = Counter()  # failures since the last update, by device
         self._cost = _Cost()
-        self._measuring = 0.0
+        self._measuring = self._seconds = 0.0
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
-        self._trials: StepTrials | None = None
-        if settings.strategy.adapt is not None:
+        if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
-            self._scorer = Scorer(settings.strategy.adapt, task, module, place)
-            self._trials = StepTrials(self._strategy, self._progress)
+            self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
@@ -342,6 +368,12 @@ class _Simulation:
             if journal
             else None
         )
+        self._checkpoint = checkpoint
+        if checkpoint is not None:
+            if journal:
+                raise ConfigError("a simulation with a journal has no checkpoint: leave one out")
+            if checkpoint.is_file():
+                self._restore(checkpoint)
 
     def close(self) -> None:
         """Sync the journal to disk and close it."""
@@ -352,9 +384,15 @@ class _Simulation:
         """Run the simulation to its end."""
         from fedstream.trainer.vector import load
 
-        began = time.perf_counter()
-        self._tell(self._made(Step(self._progress, made=()), 0.0))
+        began = time.perf_counter() - self._seconds
+        saved = time.monotonic()
+        if not self._versions:
+            self._tell(self._made(Step(self._progress, made=()), 0.0))
         while self._ending is None:
+            if self._checkpoint is not None and time.monotonic() >= saved + _SAVE_S:
+                self._seconds = time.perf_counter() - began
+                self._save(self._checkpoint)
+                saved = time.monotonic()
             try:
                 event = self._next()
                 if isinstance(event, RoundOver):
@@ -390,6 +428,25 @@ class _Simulation:
             self._transport.remembering,
         )
 
+    # the checkpoint
+
+    def _save(self, checkpoint: Path) -> None:
+        state = {name: getattr(self, name) for name in _SAVED}
+        new = checkpoint.with_name(f"{checkpoint.name}.new")
+        with new.open("wb") as file:
+            pickle.dump((state, self._training.local), file)
+        new.replace(checkpoint)
+
+    def _restore(self, checkpoint: Path) -> None:
+        with checkpoint.open("rb") as file:
+            state, self._training.local = pickle.load(file)  # noqa: S301  (the user's own file)
+        vars(self).update(state)
+        if self._is_planned:
+            self._plan = self._planned()
+        deque(islice(self._plan, self._taken + len(self._ahead)), maxlen=0)
+        for made in self._versions:
+            self._measure.stopping.add(made.metrics, made.version)
+
     # arrivals, and training ahead of them
 
     def _planned(self) -> Iterator[PlannedEvent]:
@@ -399,7 +456,10 @@ class _Simulation:
         if not self._ahead:
             self._ahead.append(next(self._plan))
         self._taken += 1
-        return self._ahead.popleft()
+        event = self._ahead.popleft()
+        if isinstance(event, Arrival) and event.cancelled:
+            self._given_up[reasons.BECAME_STALE] += event.cancelled
+        return event
 
     def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job] | None:
         """The result of an arrival's training; None if the task raised.
@@ -452,7 +512,7 @@ class _Simulation:
     def _trainable(self, first: Arrival) -> list[Arrival]:
         """``first`` and later arrivals that train well together and have known base versions."""
         sizes = self._training.sizes
-        if sizes == (1,) or self._given_up:  # later arrivals depend on failures
+        if sizes == (1,) or self._failed:  # later arrivals depend on failures
             return [first]
         missing = max(0, _AHEAD - len(self._ahead))
         self._ahead.extend(islice(self._plan, missing))
@@ -549,9 +609,7 @@ class _Simulation:
             about = self._happened(step, arrival.time)
             self._journal.taken(upload, sent, step, about, sizes)
         self._tell(made)
-        if self._trials is not None:
-            self._trials.take(upload, update)
-            self._adapt(made)
+        self._adapt(made)
         self._release(before.state.model, update, spare)
 
     def _refuse(self, upload: Upload, reason: str, at: float, sizes: Counted) -> None:
@@ -575,24 +633,22 @@ class _Simulation:
             about = self._happened(step, over.time)
             self._journal.round_over(over, round_, version, about, dropped)
         self._tell(made)
-        if self._trials is not None:
-            self._trials.close_round(round_, drops=dropped > 0)
-            self._adapt(made)
+        self._adapt(made)
         self._release(*before.state.models())
 
     def _adapt(self, made: VersionMade | None) -> None:
-        """At the end of a window, scale the rule's step as the held-out data say."""
+        """Note a version, and scale the rule's step if the held-out data say so."""
         from fedstream.simulation.training import blamed
 
         run, rule = self._progress, self._strategy
-        trials, scorer, adapt = self._trials, self._scorer, rule.adapt
-        if made is None or trials is None or scorer is None or adapt is None:
+        if made is None or self._scorer is None:
             return
-        if not trials.is_due(run) or self._ending is not None:
+        self._windows.add(made.version, run.state.model)
+        if not self._windows.is_due or self._ending is not None:
             return
         began = time.perf_counter()
         with blamed(f"validation data at version {made.version}"):
-            proposed = scorer.proposal(run, trials)
+            proposed = self._scorer.proposal(rule, run, self._windows)
         self._measuring += time.perf_counter() - began
         if proposed is not None:
             rate = rule.step_rate * proposed.scale
@@ -601,7 +657,6 @@ class _Simulation:
             if self._journal is not None:
                 about = self._happened(None, made.time)
                 self._journal.scaled(proposed, rule.step_key, rate, about)
-        trials.begin(self._progress)
 
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1

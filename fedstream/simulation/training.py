@@ -87,7 +87,8 @@ class Training:
         self._strategy = strategy
         self._cancelled = cancelled
         self._data: dict[int, Dataset[Any]] = {}
-        self._local: dict[int, Model] = {}  # by device, once it has trained
+        self.local: dict[int, Model] = {}
+        """values of local tensors, by device, once it has trained"""
         self._group: stacked.StackedTraining | None = None
         self._channels_last = False
         self._precision = Precision(task, partial(line, err=True))
@@ -178,7 +179,7 @@ class Training:
         """
         unshared = x_0.layout.unshared
         if unshared is not None and unshared.local:
-            vector.load_part(self._local.get(device, unshared.model()), self.module)
+            vector.load_part(self.local.get(device, unshared.model()), self.module)
 
     def _solve(self, job: Job, work: Work) -> Trained:
         vector.load(job.base, self.module)
@@ -192,7 +193,7 @@ class Training:
             vector.read(self.module, job.into)
             sent = self._as_sent(job, trained)
         if (values := local_values.read(self.module, job.base.layout)) is not None:
-            self._local[device] = values
+            self.local[device] = values
         return sent
 
     def _as_sent(self, job: Job, trained: Trained) -> Trained:

@@ -23,7 +23,7 @@ class AflGuardSettings(FedBuffSettings):
     AFLGuard: Byzantine-robust Asynchronous Federated Learning (Fang, Liu, Gong, Bentley; ACSAC
     2022), equation 4 and algorithm 3, with g = x_new - x_tau. The paper's server computes g_root on
     its own clean data at every x_t. Here the server has no data: g_root is the newest update of a
-    root device, which the run's owner operates. It moves the model no further itself, and until the
+    root device, which the run's owner operates. It does not move the model itself, and until the
     first one, all others are refused. Floating-point buffers are judged in the same way.
 
     As in FedBuff, a version may take more than one update, or the middle of them.
@@ -57,6 +57,10 @@ class AflGuardSettings(FedBuffSettings):
                 f"run's {devices} devices (task.devices) are numbered from 0"
             )
         return self
+
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an update, as if none were refused; a root device's completes nothing."""
+        return device not in self.root and super().completes(arrived, device)
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Keep a root device's update; let FedBuff take another one, if it is near enough."""

@@ -82,8 +82,7 @@ class AcedSettings(AfaCsSettings):
     Mitigating Participation Imbalance Bias in Asynchronous Federated Learning (Chang et al.;
     arXiv 2511.19066), the delay-aware form of its ACE. A holds the devices whose last answer
     arrived at most ``max_age`` versions ago; the answer that makes a version always takes part.
-    ACE is ``afa-cs`` with a buffer of 1. A reviewer of the paper disputes its proof of
-    convergence.
+    ACE is ``afa-cs`` with a buffer of 1. A reviewer disputes the paper's proof of convergence.
     """
 
     name: Literal["aced"] = "aced"  # type: ignore[assignment]

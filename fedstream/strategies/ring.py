@@ -54,6 +54,8 @@ class RingleaderSettings(Caching):
     rounds: ClassVar[InRounds] = "never"
     name: Literal["ringleader"] = "ringleader"
     buffer_size: Annotated[Literal[1], Field(exclude=True)] = 1
+    server_lr: Annotated[float, Field(gt=0)] = 0.3
+    """the step along the mean of the devices' means, M times in a round"""
 
     def completes(self, arrived: dict[int, int], device: int) -> bool:
         """Count an update; whether it is the first of its device after all have sent one."""
@@ -80,7 +82,7 @@ class RingleaderSettings(Caching):
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors:
         """Add the delta to its device's mean, and to the sum unless it is for the next round."""
-        delta = update.model.parameters
+        delta = np.multiply(update.model.parameters, np.float32(factor))
         vectors = vectors if vectors is not None else self.vectors(delta.size)
         number = vectors.numbers.get(update.device, 0)
         mean = vectors.write(update.device)

@@ -36,6 +36,7 @@ from fedstream.core.messages import (
     Presence,
     RoundEnd,
     SetQuarantine,
+    StepProposed,
     Trigger,
     Upload,
     Version,
@@ -88,6 +89,7 @@ LEAST = {  # only what has no default
     ),
     "round_end": RoundEnd(version=4),
     "set_quarantine": SetQuarantine(devices=(3,)),
+    "step_proposed": StepProposed(at=100, scale=0.5, metric="loss"),
     "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
     "event": Event(what="trainer", service="t", time=1.5),
     "dead": Dead(stream="tasks", entry="1-1", reason="not msgpack", time=1.5),
@@ -164,6 +166,9 @@ MOST = {  # everything there is
     ),
     "round_end": RoundEnd(version=4, why="round over"),
     "set_quarantine": SetQuarantine(devices=(3, 4), release=True, why="it poisons"),
+    "step_proposed": StepProposed(
+        at=100, scale=0.5, metric="loss", scores=((1.0, 0.75), (0.5, 0.5), (2.0, 1.5))
+    ),
     "version": Version(
         version=5,
         time=1.5,

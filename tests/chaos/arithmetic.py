@@ -232,4 +232,4 @@ class Course:
             first, second = (1.0 - math.pow(b, self.version + 1) for b in (beta1, beta2))
             rate = (rate / self.late if is_late else rate) * (math.sqrt(second) / first)
             eps *= math.sqrt(second)
-        return x + m / (np.sqrt(most) + f4(eps)) * f4(rate)
+        return _plus(x, np.divide(m, np.sqrt(most) + f4(eps), dtype=f4), rate)

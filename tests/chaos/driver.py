@@ -184,6 +184,12 @@ class Chaos:
             settings["STRATEGY__CLIENTS_PER_ROUND"] = "4"
         elif plan.strategy != "fedasync":
             settings["STRATEGY__BUFFER_SIZE"] = "3"
+        if plan.strategy == "fedbuff":  # the slower ones' tasks become too stale
+            settings |= {
+                "STRATEGY__MAX_STALENESS": "0",
+                "STRATEGY__CANCEL_STALE": "true",
+                "DEVICES__LATENCY": "{kind='exponential', mean_s=0.1}",
+            }
         if plan.strategy in ("scaffold", "afa-cs"):
             settings["JOURNAL__SEGMENT_VERSIONS"] = "5"  # the vectors lie in many of them
         if plan.strategy == "scaffold":

@@ -30,7 +30,10 @@ from experiments.reproduction import (
 from experiments.running import PlannedRun, Store, job_of, jobs_of, run, thinned
 from experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream.core.errors import ConfigError
-from fedstream.simulation import VersionMade
+from fedstream.simulation import VersionMade, engine
+from fedstream.simulation.arrivals import Job
+from fedstream.simulation.training import Training
+from fedstream.trainer.solvers import Trained
 
 TASK = """
 import torch
@@ -190,6 +193,35 @@ def test_existing_run_is_not_repeated(
             np.testing.assert_array_equal(values, resumed.curves[row.cell, row.repeat][name])
 
 
+def test_a_killed_run_continues_from_its_checkpoint(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the second of four runs of 20 updates, it repeats none of the first 30."""
+    tiny = replace(tiny, base={**tiny.base, "simulation.batched": False})
+    left = [30]
+
+    def counted(self: Training, jobs: Sequence[Job]) -> list[Trained]:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return train(self, jobs)
+
+    train, folder = Training.train, tmp_path / "out"
+    whole = run(tiny, tmp_path / "whole")
+    monkeypatch.setattr(engine, "_SAVE_S", 0.0)
+    monkeypatch.setattr(Training, "train", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, folder)
+    assert [path.name[:6] for path in folder.glob("*.checkpoint")] == ["slow-0"]
+    left[0] = 50
+    resumed = run(tiny, folder)
+    assert (left, [*folder.glob("*.checkpoint")]) == ([0], [])
+    for row, same in zip(whole.rows, resumed.rows, strict=True):
+        assert replace(row, seconds=0) == replace(same, seconds=0)
+        for name, values in whole.curves[row.cell, row.repeat].items():
+            np.testing.assert_array_equal(values, resumed.curves[row.cell, row.repeat][name])
+
+
 def test_only_changed_configurations_are_run_again(tiny: Experiment, tmp_path: Path) -> None:
     before = run(tiny, tmp_path)
     cells = (Cell("fast", {"solver.lr": 0.4}), tiny.cells[1])
@@ -274,7 +306,7 @@ def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     assert told in table(tiny, results)
 
 
-@pytest.mark.parametrize("name", catalogue())
+@pytest.mark.parametrize("name", [one for one in catalogue() if (command.RESULTS / one).is_dir()])
 def test_every_published_table_follows_from_the_stored_numbers(name: str) -> None:
     folder = Path(reproduction.__file__).parent / "results" / name
     found = Store(folder).results()

@@ -286,7 +286,7 @@ def test_an_epochs_key_that_leaked_after_its_end(batches: Batches) -> None:
 
 
 def test_a_key_that_the_server_announces(batches: Batches) -> None:
-    """Whoever seals to it has no secret left."""
+    """A device that seals to it has no secret left."""
     mine = EpochSecret.new("x25519")
     announced = mine.announced(batches.policy, key_of(900), 1 << 40)
     with pytest.raises(BadSeal, match="the epoch's key is not the helper's"):

@@ -77,7 +77,7 @@ def test_a_task_named_twice_is_refused(batches: Batches) -> None:
     same = [batches.trained(0, "task"), batches.trained(1, "task"), batches.trained(2)]
     error = refused(batches, batches.intent(*same))
     assert error.reason == "twice"
-    assert error.about == {"name": "task"}
+    assert error.about == {"task": "task"}
 
 
 @pytest.mark.parametrize(

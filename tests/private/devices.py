@@ -82,7 +82,7 @@ class Devices:
             digest=payload.digest(),
             size=len(data),
             sends="delta",
-            format=f"mask{policy.word_bits}",
+            format=policy.format.name,
             samples=0,
             steps=0,
             sealed=sealed.encode(),

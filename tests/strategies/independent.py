@@ -7,7 +7,7 @@ them. ``bug`` plants an error that other programs made; a test must notice it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,10 +108,11 @@ def fadas(
     eta: float,
     edition: str,
     tau_c: int,
+    eps: float = 1e-8,
     most: int | None = None,
     bug: str = "",
 ) -> list[Vector]:
-    """FADAS: AMSGrad (0.9, 0.99, 1e-8) along the batch's mean, with a smaller eta if it is late.
+    """FADAS: AMSGrad (0.9, 0.99, eps) along the batch's mean, with a smaller eta if it is late.
 
     "code" is g_delay_adaptive.py with --optimizer=fedams.
     """
@@ -129,7 +130,7 @@ def fadas(
         elif edition == "code":
             eta_t = eta / late if late > tau_c else eta
             first, second = 1 - 0.9 ** (t + 1), 1 - 0.99 ** (t + 1)
-        x = x + eta_t / first * m / (np.sqrt(most_v) / math.sqrt(second) + 1e-8)
+        x = x + eta_t / first * m / (np.sqrt(most_v) / math.sqrt(second) + eps)
         found[-1] = x
     return found
 
@@ -177,3 +178,137 @@ def ringleader(
                 table, later = later, {device: list[Vector]() for device in range(devices)}
         found.append(x)
     return found
+
+
+def middle(how: str, vectors: Sequence[Vector]) -> Vector:
+    """The mean, the median of each coordinate, or 16 steps of Weiszfeld's algorithm from there."""
+    if how == "mean":
+        return np.asarray(np.mean(vectors, axis=0))
+    z: Vector = np.median(vectors, axis=0)
+    for _ in range(16 if how == "geometric median" else 0):
+        shares = [1 / max(1e-6, float(np.linalg.norm(z - one))) for one in vectors]
+        z = np.asarray(np.average(vectors, axis=0, weights=shares))
+    return z
+
+
+def fedbuff(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    size: int,
+    rate: float,
+    how: str = "mean",
+    clip: float = math.inf,
+    power: float = 0.0,
+    most: int | None = None,
+    bug: str = "",
+) -> list[Vector]:
+    """FedBuff: x += rate middle(s(d) min(1, S / |Delta|) Delta), with s(d) = (1 + d)^-power."""
+    x, found = x0.copy(), list[Vector]()
+    for t, batch in batches(x0, arrivals, size, most, found):
+        sent = []
+        for arrival in batch:
+            s = (1 + t - arrival.tau) ** -power
+            length = float(np.linalg.norm(arrival.delta))
+            if bug == "clipped after weighing":
+                length *= s
+            sent.append(s * min(1, clip / length) * arrival.delta)
+        x = x + rate * middle("mean" if bug == "mean" else how, sent)
+        found[-1] = x
+    return found
+
+
+def basgd(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    buckets: int,
+    rate: float,
+    how: str,
+    bug: str = "",
+) -> list[Vector]:
+    """BASGD: h_b is the mean of what devices b mod B sent; x += rate Aggr(h) once all have some."""
+    x, found, h = x0.copy(), list[Vector](), [list[Vector]() for _ in range(buckets)]
+    for arrival in arrivals:
+        bucket = h[arrival.device % buckets]
+        if bug == "newest only":
+            bucket.clear()
+        bucket.append(arrival.delta)
+        if all(h):
+            means = [np.asarray(np.mean(one, axis=0)) for one in h]
+            if bug == "mean over updates":
+                means = [delta for one in h for delta in one]
+            x = x + rate * middle(how, means)
+            if bug != "never emptied":
+                h = [[] for _ in range(buckets)]
+        found.append(x)
+    return found
+
+
+def aflguard(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    root: Sequence[int],
+    radius: float,
+    rate: float,
+    bug: str = "",
+) -> list[Vector]:
+    """AFLGuard: x += rate g if |g - g_root| <= lambda |g_root|, g_root the newest of a root."""
+    x, found, g_root = x0.copy(), list[Vector](), None
+    for arrival in arrivals:
+        g = arrival.delta
+        if arrival.device in root:
+            g_root = g
+            x = x + rate * g if bug == "root moves the model" else x
+        elif g_root is not None:
+            unit = np.linalg.norm(g if bug == "by its own length" else g_root)
+            if np.linalg.norm(g - g_root) <= radius * unit:
+                x = x + rate * g
+        found.append(x)
+    return found
+
+
+def adaptive(
+    x0: Vector,
+    arrivals: Sequence[Arrival],
+    *,
+    size: int,
+    rate: float,
+    every: int,
+    factors: Sequence[float],
+    least: float,
+    most: float,
+    loss: Callable[[Vector], float],
+    bug: str = "",
+) -> tuple[list[Vector], list[tuple[int, float]]]:
+    """FedBuff with an adaptive step; also returns the versions that changed it, and the rate then.
+
+    m_k is the mean of x over the versions (k-1) W + 1 to k W. After version k W, k > 1, the rate
+    becomes the best of rate f in [least, most], by the loss at m_{k-1} + f (m_k - m_{k-1}).
+    """
+    x, now, means, window = x0.copy(), rate, list[Vector](), list[Vector]()
+    found, changes, batch = list[Vector](), list[tuple[int, float]](), list[Vector]()
+    version = 0
+    for arrival in arrivals:
+        batch.append(arrival.delta)
+        if len(batch) == size:
+            x, batch, version = x + now * np.mean(batch, axis=0), [], version + 1
+            window.append(x)
+        found.append(x)
+        if len(window) < every:
+            continue
+        means.append(window[-1] if bug == "single models" else np.mean(window, axis=0))
+        window = []
+        if len(means) < 2:
+            continue
+        before, mean = means[-2:]
+        if bug == "from the last model":
+            before = x0
+        rates = [now, *(min(max(now * f, least), most) for f in factors)]
+        losses = [loss(before + (r / now) * (mean - before)) for r in rates]
+        best = rates[losses.index(min(losses))]
+        if best != now:
+            now = best if bug != "of the configured rate" else rate * best / now
+            changes.append((version, now))
+    return found, changes

@@ -67,7 +67,7 @@ def test_rule_fulfils_the_contract(rule: Strategy) -> None:
 
 def test_a_round_of_ringleader_told() -> None:
     """Three devices; the first one is fast, and the last one slow."""
-    rule, now = RingleaderSettings().build(3), State(0, model_of(LAYOUT))
+    rule, now = RingleaderSettings(server_lr=1.0).build(3), State(0, model_of(LAYOUT))
 
     def comes(device: int, delta: float) -> tuple[str, float]:
         nonlocal now

@@ -156,7 +156,7 @@ async def test_finished_update_waits_for_the_helpers_key(
 async def test_nothing_is_sealed_to_another_key(
     hand: Hand, make: Make, private: PrivateSettings, forged: str
 ) -> None:
-    """Whoever may write to Redis puts a key there of which it has the secret."""
+    """A writer of Redis puts a key there of which it has the secret."""
     await created(hand)
     secret = EpochSecret.new("x25519")
     other = policy_of(parameters=4, clip=9.0)

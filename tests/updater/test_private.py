@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fedstream.journal.progress import OUT_OF_RANGE, PrivacyAccount, Progress, c
 from fedstream.journal.replay import Replayer
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
+from fedstream.private.sealing import Intent
 from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
@@ -128,7 +130,7 @@ async def test_version_is_the_mean_of_masked_updates(
     assert made == [True, True]
 
 
-async def test_malformed_update_burns_its_batch_alone(
+async def test_malformed_update_costs_its_batch_alone(
     private: Callable[..., Updater], hand: Hand, devices: Devices, folder: Path
 ) -> None:
     its = context()
@@ -139,8 +141,8 @@ async def test_malformed_update_burns_its_batch_alone(
         await wait_until(lambda: counted(its, "fedstream_sums_total", outcome=OUT_OF_RANGE) == 1)
         good = [await devices.answers(device) for device in range(K)]
         await hand.reaches(1)
-    [burnt, made] = opened(folder)
-    assert (burnt.reason, burnt.updates, burnt.digest) == (OUT_OF_RANGE, K, None)
+    [dropped, made] = opened(folder)
+    assert (dropped.reason, dropped.updates, dropped.digest) == (OUT_OF_RANGE, K, None)
     assert (made.reason, made.version) == ("", 1)
     model = (await hand.model((await hand.published())[-1])).parameters
     np.testing.assert_allclose(model, devices.mean(*good), rtol=1e-5, atol=1e-7)
@@ -148,7 +150,7 @@ async def test_malformed_update_burns_its_batch_alone(
         assert [moment.step.dropped for moment in replayer][K] == OUT_OF_RANGE
 
 
-async def test_devices_of_three_burnt_batches_are_quarantined(
+async def test_devices_of_three_dropped_batches_are_quarantined(
     private: Callable[..., Updater], hand: Hand, devices: Devices
 ) -> None:
     """A device whose every batch is lost; those that were in a good batch since are free."""
@@ -274,17 +276,16 @@ async def test_answer_to_another_intent_is_not_a_sum(
     assert [one.reason for one in opened(folder)] == ["", ""]
 
 
-async def test_refusal_that_is_no_helpers_costs_no_batch(
-    make: Any, policy: PrivacyPolicy, hand: Hand, devices: Devices, helper: Http, folder: Path
-) -> None:
-    """A proxy's 409 is worth another try; a reason of another release is journalled as one word."""
-    asked: list[bytes] = []
+@asynccontextmanager
+async def refusing(
+    make: Any, helper: Http, policy: PrivacyPolicy, answer: Callable[[Intent], web.Response]
+) -> AsyncIterator[list[Intent]]:
+    """An updater that runs, behind a proxy with answers of its own: the intents that came."""
+    asked: list[Intent] = []
 
     async def opens(request: web.Request) -> web.StreamResponse:
-        asked.append(await request.read())
-        if len(asked) == 1:
-            return web.Response(status=409, text="conflict")
-        return web.json_response({"reason": "no reason" * 1000}, status=409)
+        asked.append(Intent.decode(await request.read()))
+        return answer(asked[-1]) if len(asked) > 1 else web.Response(status=409, text="conflict")
 
     async def key(_request: web.Request) -> web.StreamResponse:
         reply = await helper.get("/v1/key")
@@ -296,21 +297,68 @@ async def test_refusal_that_is_no_helpers_costs_no_batch(
     async with TestServer(app) as proxy:
         updater = make(mine, private=PrivateSettings(helper=str(proxy.make_url("/"))))
         async with running(updater, context()):
-            await hand.join()
-            for device in range(K):
-                await devices.answers(device)
-            await wait_until(lambda: opened(folder))
+            yield asked
+
+
+async def test_refusal_that_is_no_helpers_costs_no_batch(
+    make: Any, policy: PrivacyPolicy, hand: Hand, devices: Devices, helper: Http, folder: Path
+) -> None:
+    """A proxy's 409 is worth another try; a reason of another release is journalled as one word."""
+
+    def unknown(_intent: Intent) -> web.Response:
+        return web.json_response({"reason": "no reason" * 1000}, status=409)
+
+    async with refusing(make, helper, policy, unknown) as asked:
+        await hand.join()
+        for device in range(K):
+            await devices.answers(device)
+        await wait_until(lambda: opened(folder))
     assert [one.reason for one in opened(folder)] == ["refused"]
     assert asked[0] == asked[1]
 
 
+@pytest.mark.parametrize(
+    ("reason", "why"),
+    [
+        ("seal", "its private updates spoil sums"),
+        ("participation", "it has spent its privacy budget, as the helper counts it over all runs"),
+    ],
+)
+async def test_device_that_the_helper_names_is_quarantined(
+    make: Any,
+    policy: PrivacyPolicy,
+    hand: Hand,
+    devices: Devices,
+    helper: Http,
+    reason: str,
+    why: str,
+) -> None:
+    """By its task or its number. A device that other runs have spent is not blamed for it."""
+
+    def names(intent: Intent) -> web.Response:
+        said = {"task": intent.updates[1].task} if reason == "seal" else {"device": 1}
+        return web.json_response({"reason": reason} | said, status=409)
+
+    async with refusing(make, helper, policy, names):
+        await hand.join()
+        for device in range(K):
+            await devices.answers(device)
+
+        async def barred() -> dict[int, str]:
+            head = await hand.ledger.head()
+            found = head.quarantines.by_device if head is not None else {}
+            return {device: one.why for device, one in found.items()}
+
+        assert await wait_until(barred) == {1: why}
+
+
 def test_batch_that_the_helper_refuses_makes_no_device_suspect() -> None:
     """Its store was lost, or a round had too few updates: honest devices are in such batches."""
-    burnt = {3: PrivacyAccount(squares=2, sums=2, burnt=1)}
-    assert charged(burnt, [(3, 1), (4, 1)], is_opened=False, is_dropped=True) == burnt
-    again = charged(burnt, [(3, 1)], is_opened=True, is_dropped=True)
-    assert again[3] == PrivacyAccount(squares=3, sums=3, burnt=2)
-    assert charged(again, [(3, 1)], is_opened=True, is_dropped=False)[3].burnt == 0
+    known = {3: PrivacyAccount(squares=2, sums=2, dropped=1)}
+    assert charged(known, [(3, 1), (4, 1)], is_opened=False, is_dropped=True) == known
+    again = charged(known, [(3, 1)], is_opened=True, is_dropped=True)
+    assert again[3] == PrivacyAccount(squares=3, sums=3, dropped=2)
+    assert charged(again, [(3, 1)], is_opened=True, is_dropped=False)[3].dropped == 0
 
 
 async def test_run_waits_for_its_helper(

@@ -391,6 +391,28 @@ async def test_entry_stays_queued_until_its_record_is_on_disk(
         assert (await hand.ledger.look()).head.retained == 0
 
 
+async def test_task_that_redis_forgot_has_ended_counts_once(
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis forgets the ends with the lowest names first, so a straggler's end at once.
+
+    Its entry is still queued when an updater starts, which commits it again with the next update.
+    """
+    late = {"sync": "interval", "sync_s": 3600.0}
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 3_600_000)  # it is never idle
+    async with running(make(**late), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+    assert await hand.client.call("ZREMRANGEBYRANK", hand.keys.ended, 0, -1) == 1
+    await hand.admitted(8.0)
+    assert len(await hand.queue()) == 2
+    async with running(make(**late), context()):
+        await hand.reaches(2)
+        view = await hand.ledger.look()
+        assert (view.issued, view.outcomes["applied"]) == (2, 2)
+
+
 def listed(folder: Path) -> list[str]:
     """The names in a folder, less the index."""
     return sorted(path.name for path in folder.iterdir() if path.name != NAME)

@@ -75,6 +75,8 @@ def headline_facts(snapshot: Snapshot) -> list[tuple[str, str]]:
         ("trainers", f"{tally.trainers:,}"),
         ("devices", f"{tally.run.devices:,}"),
     ]
+    if (step := tally.head.step) is not None:
+        found.append((step.key, str(step)))
     if barred := len(tally.head.quarantines.by_device):
         found.append(("devices in quarantine", f"{barred:,}"))
     if loss := tally.head.privacy:

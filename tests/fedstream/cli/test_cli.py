@@ -446,9 +446,27 @@ def test_keys_have_values_defaults_and_what_is_written_below_them() -> None:
     kinds = "table; kind: constant, linear, polynomial, exponential, hinge or your own"
     assert keys_of(Documented, besides=["name"]) == [
         Key("max_staleness", "integer >= 0 or none", "none", "Staler updates are dropped."),
-        Key("buffer_size", "integer >= 1", "10", "K, the updates in a version"),
+        Key(
+            "cancel_stale",
+            "true or false",
+            "false",
+            "Whether a task is given up as soon as its update would be staler.",
+        ),
+        Key(
+            "adapt",
+            "table or none",
+            "none",
+            "How the length of a step is adapted; None: it stays as configured.",
+        ),
         Key("server_lr", "number > 0", "1.0", "the step along the batch's mean"),
         Key("server", "table", "sgd", "the optimizer that takes the step"),
+        Key(
+            "clip",
+            "number > 0 or none",
+            "none",
+            "S: a longer delta is shortened to S min(1, S / |x_new - x_tau|)",
+        ),
+        Key("buffer_size", "integer >= 1", "10", "K, the updates in a version"),
         Key("usual", "number > 0, <= 2", "1.0", "Samples of a device, as usual."),
         Key("wanted", "integer", "", ""),
         Key("mode", "a, b", '"a"', ""),

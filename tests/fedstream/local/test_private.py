@@ -71,7 +71,7 @@ def test_run_that_was_not_private_cannot_become_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["terms.sigma", "buckets"])
 def test_terms_of_a_run_that_is_not_private_are_refused(key: str, tmp_path: Path) -> None:
-    """Whoever asks for noise must not get a run without."""
+    """A user who asks for noise must not get a run without."""
     wanted = f"private.{key}=3"
     with pytest.raises(ConfigError, match=r"^private\.\w+ is set, but the run is not private"):
         asked(tmp_path, wanted).resolved()

@@ -34,6 +34,13 @@ def test_rule_is_the_strategys_on_sums_under_the_policy(private: list[str]) -> N
     assert not read(None, private[2:]).rule.masked
 
 
+def test_terms_are_those_of_the_policy(private: list[str]) -> None:
+    """A recorded run may repeat them. To ask for more noise is no way to get it."""
+    assert read(None, [*private, "private.terms.participations=5"]).rule.masked
+    with pytest.raises(ConfigError, match=r"^private\.terms\.sigma = 2\.0, but .* has 1\.0: "):
+        read(None, [*private, "private.terms.sigma=2"]).rule  # noqa: B018
+
+
 AFA_CD = ["strategy.name=afa-cd", "strategy.buffer_size=5"]
 
 

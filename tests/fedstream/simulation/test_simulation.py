@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from fedstream.settings import services
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
+from fedstream.simulation.arrivals import plan
 from fedstream.simulation.stacked import Draws
 from fedstream.trainer.batches import Minibatches
 from fedstream.trainer.solvers import Sgd, Trained, Work
@@ -121,6 +122,27 @@ def test_run_learns_and_its_journal_replays(rule: str, tmp_path: Path) -> None:
         assert moments == [True] * 12
         last = replayer.newest
     assert last == 12
+
+
+def test_cancelled_tasks_are_counted() -> None:
+    """The slow device works all the time, and its tasks end two versions after they began."""
+    found = run(*RULES["ringmaster"], "devices.slow_factor=1000")
+    assert found.refused == {}
+    assert found.given_up == {"became too stale": found.given_up["became too stale"]}
+    assert 1 <= found.given_up["became too stale"] <= 12
+    waited = run(*RULES["ringmaster"], "strategy.cancel_stale=false")
+    assert waited.given_up == {}
+
+
+@pytest.mark.parametrize("rule", ["fedbuff", "basgd", "ringleader"])
+def test_plan_knows_which_updates_make_versions(rule: str) -> None:
+    """Devices start from what is the newest version then, and not from what a plan takes for it."""
+    sets = f"strategy.name={rule}", "simulation.staleness.most=3"
+    events = list(islice(plan(read(None, sets), DEVICES), 60))
+    made = [one for one in events if one.makes]
+    found = run(*sets, f"run.versions={len(made)}", arrivals=events)
+    assert [one.time for one in found.versions[1:]] == [one.time for one in made]
+    assert [one.version for one in made] == list(range(len(made)))
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256"])

@@ -222,7 +222,7 @@ async def test_integer_of_an_unknown_device_is_located(folder: Path) -> None:
     kept.twin.vectors.numbers[M] = 1
     await kept.segment()
     await kept.recorder.close()
-    with pytest.raises(JournalDamaged, match=f"has a number of device {M}, but the strategy rem"):
+    with pytest.raises(JournalDamaged, match=f"has an integer of vector {M}, but the"):
         on_disk(folder)
 
 
