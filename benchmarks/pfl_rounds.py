@@ -124,7 +124,7 @@ def main() -> None:
         [
             "# Rounds in pfl",
             "",
-            "`python -m benchmarks.pfl_rounds`: FedAvg in pfl 0.6.0 beside the fastest plain loop,",
+            "`benchmarks/pfl_rounds.py`: FedAvg in pfl 0.6.0 beside the fastest plain loop,",
             "FedAsync's network for CIFAR-10, bf16 with the channels last; processor time.",
             "",
             conditions(machine.described()) + f"; load {load:.1f}",
