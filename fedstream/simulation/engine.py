@@ -68,8 +68,6 @@ _SAVED = (  # in a checkpoint: what the rest of the run depends on, except the s
     "_cost",
     "_measuring",
     "_versions",
-    "_steps",
-    "_windows",
     "_seconds",
 )
 
@@ -352,7 +350,6 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
-        self._windows: Windows | None = None
         if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
             self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
@@ -644,7 +641,7 @@ class _Simulation:
         from fedstream.simulation.training import blamed
 
         run, rule = self._progress, self._strategy
-        if made is None or self._scorer is None or self._windows is None:
+        if made is None or self._scorer is None:
             return
         self._windows.add(made.version, run.state.model)
         if not self._windows.is_due or self._ending is not None:
