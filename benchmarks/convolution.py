@@ -3,8 +3,9 @@
     python -m benchmarks.convolution [--runs 7]
 
 Every case takes one device-epoch (10 steps of 50 images of CIFAR-10) in turn, with one thread; the
-medians of the ratios to the fastest plain loop count. Then two processes of one thread each are
-compared with one process of two threads. FEDSTREAM_DATA must contain CIFAR-10.
+medians of the ratios to the fastest plain loop count. Processor time is measured, which other work
+on the machine hardly changes. Then two processes of one thread each are compared with one process
+of two threads, by the clock. FEDSTREAM_DATA must contain CIFAR-10.
 """
 
 from __future__ import annotations
@@ -73,22 +74,22 @@ def trainer(task: Task, precision: str) -> Callable[[], object]:
 
 
 def simulated(task: Task, precision: str, runs: int, others: Callable[[], object]) -> list[float]:
-    """Seconds of each version of a simulation but the first. ``others``: called between them."""
+    """Processor seconds of a simulation's versions but the first. ``others``: called in between."""
     seconds, began = list[float](), 0.0
 
     def heard(made: Any, _model: object) -> None:
         nonlocal began
         if made.version > 1:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
             others()
-        began = time.perf_counter()
+        began = time.process_time()
 
     simulate(settings_of(precision), task, on_version=heard, cancelled=lambda: len(seconds) == runs)
     return seconds
 
 
 def compared(task: Task, precision: str, runs: int) -> dict[str, list[float]]:
-    """Seconds of a device-epoch of every case, in turn; trainer and simulation in one precision."""
+    """Processor seconds of a device-epoch of every case; one precision beside all plain loops."""
     cases = {
         f"plain loop, {one}{', channels last' * last}": plain(task, one, last=last)
         for one, last in product(("float32", "bf16"), (False, True))
@@ -98,9 +99,9 @@ def compared(task: Task, precision: str, runs: int) -> dict[str, list[float]]:
 
     def others() -> None:
         for name, epoch in cases.items():
-            began = time.perf_counter()
+            began = time.process_time()
             epoch()
-            found[name].append(time.perf_counter() - began)
+            found[name].append(time.process_time() - began)
 
     for epoch in cases.values():
         epoch()  # prepares torch's kernels, and settles the trainer's precision
@@ -160,13 +161,13 @@ def main() -> None:
             "# Convolutions",
             "",
             "`python -m benchmarks.convolution`: a step of 50 images of FedAsync's network for",
-            "CIFAR-10, with one thread; medians.",
+            "CIFAR-10, with one thread; medians of processor time.",
             "",
             conditions(results["machine"]) + f"; load {load:.1f}",
             *lines,
             "",
-            f"Two processes of one thread train {apart[1]:.2f} device-epochs a second, one process",
-            f"of two threads {apart[0]:.2f}.",
+            f"By the clock, two processes of one thread train {apart[1]:.2f} device-epochs a",
+            f"second, one process of two threads {apart[0]:.2f}.",
             "",
         ]
     )

@@ -11,13 +11,13 @@ _BEFORE = """\
 # Theory against measurement
 
 `python -m experiments.theory [name ...]` measures, draws and writes this file; names are
-{names}. The server's rules are the classes of
-`fedstream.strategies`, as in production, in float32; devices are quadratics in d = 10 with known
-constants ([quadratics.py](quadratics.py)), or sums of cosines ([weak.py](weak.py)), so that each
-bound is a number. Settings are at the head of each module. Where a text names no centres, noise or
-starting point, ours are there too: figures are comparable with another program's, not equal. A
-verdict needs five repeats, and every comparison more than two standard errors from 0
-([reproduction.py](../reproduction.py)).
+{names}.
+The server's rules are the classes of `fedstream.strategies`, as in production, in float32; devices
+are quadratics in d = 10 with known constants ([quadratics.py](quadratics.py)), or sums of cosines
+([weak.py](weak.py)), so that each bound is a number; `schedule` trains on the digits. Settings are
+at the head of each module. Where a text names no centres, noise or starting point, ours are there
+too: figures are comparable with another program's, not equal. A verdict needs five repeats, and
+every comparison more than two standard errors from 0 ([reproduction.py](../reproduction.py)).
 
 | source | claim | measured | verdict |
 |---|---|---|---|

@@ -57,7 +57,9 @@ def measure(
     at_rest = alike(fedbuff.DEVICES)
 
     def error(t: int, of: Quadratics = at_rest, **varied: Any) -> Wide:
-        return fedbuff.errors(of, t, runs=runs, **varied).reshape(repeats, -1).mean(axis=1)
+        return np.asarray(
+            fedbuff.errors(of, t, runs=runs, **varied).reshape(repeats, -1).mean(axis=1)
+        )
 
     alone = fedbuff.fedbuff(size=1)
     late, on_time = (
@@ -206,8 +208,8 @@ def draw(found: Measured, path: Path) -> None:
             (late, "on_time", "K = 1, tau = 0"),
             (late, "excess", f"its excess at tau = {LATE}"),
         ]
-        colors = (pictures.MAIN, pictures.OTHER, pictures.THIRD, pictures.FOURTH)
-        colors += ("#777777", pictures.FAINT, pictures.BOUND)
+        colors = [pictures.MAIN, pictures.OTHER, pictures.THIRD, pictures.FOURTH]
+        colors += ["#777777", pictures.FAINT, pictures.BOUND]
         for (horizons, name, label), color in zip(rows, colors, strict=True):
             mean, t = np.mean(found[name], axis=1), np.array(horizons, float)
             power = -1.0 if name == "excess" else -0.5

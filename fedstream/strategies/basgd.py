@@ -56,6 +56,15 @@ class BasgdSettings(Stepping):
         """s(d)."""
         return self.staleness(version - tau)
 
+    def completes(self, arrived: dict[int, int], device: int) -> bool:
+        """Count an update in its bucket; whether no bucket is empty now."""
+        b = device % self.buckets
+        arrived[b] = arrived.get(b, 0) + 1
+        if len(arrived) < self.buckets:
+            return False
+        arrived.clear()
+        return True
+
     def is_complete(self, memory: Memory, device: int) -> bool:
         """Whether no bucket is empty."""
         return memory.devices is not None and len(memory.devices.numbers) == self.buckets

@@ -41,7 +41,7 @@ class RingleaderSettings(Caching):
     first, updates are collected until every device has sent one. The last of them makes a version;
     in the second phase, the first update of each other device joins its mean and makes one. Further
     updates of a device that had its version are kept for the next round. So a round makes M
-    versions, and staleness is at most 2 M - 2.
+    versions, and staleness is at most 2 M - 2 while all devices are at work.
 
     The paper's devices send gradients of one step; here deltas may be of several, and ``server_lr``
     times their learning rate is the paper's gamma. A device's mean is updated incrementally, and

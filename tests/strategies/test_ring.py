@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from fedstream.core.layout import Model
-from fedstream.strategies import RingleaderSettings, RingmasterSettings, State, Strategy, Update
+from fedstream.strategies import (
+    FedBuffSettings,
+    RingleaderSettings,
+    RingmasterSettings,
+    State,
+    Strategy,
+    Update,
+)
 from fedstream.strategies.optimizers import Adam
 from fedstream.testing import check_strategy
 from tests.strategies import independent
@@ -63,6 +70,12 @@ def test_errors_would_be_noticed(name: str, bug: str) -> None:
 def test_rule_fulfils_the_contract(rule: Strategy) -> None:
     """Above all, its memory survives journal, recovery and replay, in the middle of a round too."""
     check_strategy(rule, arrivals=150)
+
+
+def test_ringmaster_is_fedbuff_without_a_buffer() -> None:
+    _, found = played(RingmasterSettings(max_staleness=2, server_lr=0.7))
+    _, wanted = played(FedBuffSettings(buffer_size=1, max_staleness=2, server_lr=0.7))
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
 def test_a_round_of_ringleader_told() -> None:

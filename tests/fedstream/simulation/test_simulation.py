@@ -381,14 +381,27 @@ def test_simulation_can_be_stopped() -> None:
     assert 0 < found.versions[-1].version < 1000
 
 
-def test_lower_precision_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.Linear(5, 3),
+        lambda: nn.Sequential(
+            *(nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 6, 3, padding=1), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(30, 3)),
+        ),
+    ],
+    ids=["linear", "convolution"],
+)
+def test_lower_precision_costs_little(
+    module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bfloat16 trains from the weights as they are in every step, not as they were in the first."""
     ticks = accumulate(1 / n for n in range(1, 10**3))  # the second of two steps is the faster
     monkeypatch.setattr(
         "fedstream.trainer.precision.time", SimpleNamespace(perf_counter=lambda: next(ticks))
     )
-    exact = run("run.versions=60", "simulation.batched=false")
-    rough = run("run.versions=60", "solver.precision=bf16")
+    exact = run("run.versions=60", "simulation.batched=false", task=Small(module))
+    rough = run("run.versions=60", "solver.precision=bf16", task=Small(module))
     assert exact.model.digest() != rough.model.digest()
     assert abs(exact.last() - rough.last()) < 0.05
 

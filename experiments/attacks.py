@@ -1,0 +1,146 @@
+"""What each rule withstands: 20 of 100 devices attack, with logistic regression on MNIST.
+
+1,000 updates, 20 tasks in flight, as in :mod:`experiments.rules` but with devices of equal speed.
+Each attack of :mod:`experiments.attackers`, against fedbuff and the rules that resist attackers.
+The pipeline's own limit of norms is off (``updater.norm_factor`` is 0), so the rules stand alone.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from experiments.choosing import BASE, DEVICES, K
+from experiments.reproduction import (
+    Cell,
+    Experiment,
+    JudgedClaim,
+    KeyValues,
+    Panel,
+    Picture,
+    Results,
+    above,
+    mean_of,
+)
+from experiments.showing import mean_and_deviation
+
+UPDATES, IN_FLIGHT = 1_000, 20
+STEP = 0.33  # times the mean of the models
+BUCKETS = 50  # above twice the attackers: no fewer resist them
+ATTACKS = ("none", "labels", "flip", "scaled", "alie")
+COLLAPSED, NEAR = 0.1, 0.02
+PARTITIONS: dict[str, KeyValues] = {
+    "iid": {"kind": "iid"},
+    "Dirichlet .1": {"kind": "dirichlet", "alpha": 0.1},
+}
+PLAIN = "fedbuff"
+_ROOT: KeyValues = {"participation": [{"devices": [0], "rate": 10.0}]}
+
+
+def _fedbuff(**more: object) -> KeyValues:
+    return _of("fedbuff", UPDATES // K, buffer_size=K, **more)
+
+
+def _of(name: str, versions: int, **more: object) -> KeyValues:
+    table = {"name": name, "server_lr": STEP, **more}
+    return {
+        **{f"strategy.{key}": value for key, value in table.items()},
+        "run.versions": versions,
+        "simulation.evaluate_every": max(1, versions // 20),
+    }
+
+
+RULES: dict[str, KeyValues] = {
+    PLAIN: _fedbuff(),
+    "median": _fedbuff(aggregate="median"),
+    "geometric median": _fedbuff(aggregate="geometric median"),
+    "clipped": _fedbuff(clip=0.3),
+    "clipped geometric median": _fedbuff(clip=0.3, aggregate="geometric median"),
+    "basgd": _of("basgd", UPDATES // BUCKETS, buckets=BUCKETS),
+    "aflguard": {**_of("aflguard", UPDATES // K, buffer_size=K), **_ROOT},
+}
+
+
+def _label(partition: str, attack: str, rule: str) -> str:
+    return f"{partition}, {attack}: {rule}"
+
+
+def _cells() -> tuple[Cell, ...]:
+    return tuple(
+        Cell(
+            _label(partition, attack, rule),
+            {
+                **RULES[rule],
+                "task.args.attack": attack,
+                "task.args.partition": PARTITIONS[partition],
+            },
+        )
+        for partition, attack, rule in product(PARTITIONS, ATTACKS, RULES)
+    )
+
+
+def _claims(results: Results) -> list[JudgedClaim]:
+    """Where an attack makes fedbuff collapse, is the best rule near fedbuff without attackers?"""
+    found = []
+    for partition, attack in product(PARTITIONS, ATTACKS[1:]):
+        late = {rule: results.late(_label(partition, attack, rule), "accuracy") for rule in RULES}
+        calm = results.late(_label(partition, "none", PLAIN), "accuracy")
+        best = max((rule for rule in RULES if rule != PLAIN), key=lambda rule: mean_of(late[rule]))
+        each = ", ".join(f"{rule} {mean_and_deviation([*late[rule].values()])}" for rule in RULES)
+        found.append(
+            JudgedClaim(
+                f"{partition}, {attack}: fedbuff loses more than {COLLAPSED:g}, and the best rule "
+                f"less than {NEAR:g}.",
+                [
+                    above(calm, late[PLAIN], COLLAPSED),
+                    above(late[best], calm, -NEAR),
+                ],
+                f"Without attackers fedbuff has {mean_and_deviation([*calm.values()])}; "
+                f"attacked: {each}.",
+            )
+        )
+    return found
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="attacks",
+        title="What each rule withstands",
+        source="this project's own; docs/algorithms.md",
+        base={
+            **{key: value for key, value in BASE.items() if not key.startswith("task.")},
+            "task.name": "experiments.attackers:attacked",
+            "task.args.data": "mnist",
+            "task.args.devices": DEVICES,
+            "task.args.share": 0.2,
+            "scheduler.policy.kind": "in_flight",
+            "scheduler.policy.n": IN_FLIGHT,
+            "simulation.threads": 1,
+        },
+        cells=_cells(),
+        compare="last",
+        points=20,
+        pictures=(
+            Picture(
+                "attacks.png",
+                f"20 of {DEVICES} devices attack: accuracy by updates",
+                tuple(
+                    Panel(
+                        f"{partition}: {attack}",
+                        {rule: _label(partition, attack, rule) for rule in RULES},
+                        x="updates",
+                        xlabel="updates",
+                        ylabel="test accuracy",
+                        ylim=(0.0, 1.0),
+                    )
+                    for partition, attack in product(PARTITIONS, ATTACKS)
+                ),
+                columns=len(ATTACKS),
+            ),
+        ),
+        claims=_claims,
+        notes=(
+            "The attackers and the partition are the same in every repeat.",
+            "In the claims, accuracy is the mean over the last third of the measurements.",
+        ),
+    ),
+)
