@@ -53,6 +53,7 @@ CASES: dict[str, tuple[tuple[str, ...], type[Small]]] = {
     "feedback": (("strategy.name=fedbuff", "wire.update=int4", "wire.model=int8"), Small),
     "local, failing": (("simulation.staleness.most=4", *PARTLY), Partly),
     "rounds, failing": ((*RULES["fedavg"], *PARTLY), Partly),
+    "adapting": (("strategy.adapt.every=3", "strategy.alpha=0.05"), Small),
 }
 
 
@@ -75,6 +76,7 @@ def test_a_killed_run_ends_as_it_would_have(
     assert told == [*range(KILLED, VERSIONS + 1)]
     assert found.model.digest() == expected.model.digest()
     assert found.versions == expected.versions
+    assert found.steps == expected.steps
     assert (found.given_up, found.update_bytes) == (expected.given_up, expected.update_bytes)
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
 
