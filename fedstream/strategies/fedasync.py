@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
@@ -47,6 +47,12 @@ class FedAsyncSettings(Mixing):
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.4
     alpha_schedule: AlphaSchedule = ConstantAlpha()
     staleness: Staleness = Polynomial()
+
+    @model_validator(mode="after")
+    def _adapts_to_a_mean(self) -> Self:
+        if self.adapt is not None and self.adapt.most > 1:
+            raise ValueError(f"adapt: most = {self.adapt.most:g}: alpha is at most 1")
+        return self
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """a_t for an update that makes the next version."""
