@@ -294,7 +294,7 @@ def test_single_cell_with_a_given_first_seed(tiny: Experiment) -> None:
 
 
 def test_an_experiment_whose_cells_are_not_chosen_yet(tiny: Experiment, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tiny has no cells yet: .* come first"):
+    with pytest.raises(ConfigError, match=r"tiny has no cells yet: .* come first"):
         run(replace(tiny, cells=()), tmp_path / "out")
 
 
