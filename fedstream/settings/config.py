@@ -191,8 +191,8 @@ class Settings(Section):
         rule = self.strategy
         if rule.rounds == "never":
             raise ValueError(
-                f"scheduler.policy.kind = 'rounds' is not for strategy.name = {rule.name!r}: choose "
-                "a strategy that makes versions of rounds, such as fedavg or fedbuff"
+                f"scheduler.policy.kind = 'rounds' is not for strategy.name = {rule.name!r}: "
+                "choose one that makes versions of rounds, such as fedavg or fedbuff"
             )
         if policy.k is not None and policy.k < rule.batch:
             raise ValueError(
