@@ -10,7 +10,6 @@ command continues within a run.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
@@ -33,9 +32,6 @@ from experiments.reproduction import (
 from fedstream.trainer.images import cifar10_fedasync
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
-
-if TYPE_CHECKING:
-    pass
 
 _TESTED = 2_000
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.mixing import mix
 from fedstream.strategies.staleness import AlphaSchedule, ConstantAlpha, Polynomial, Staleness
 from fedstream.strategies.strategy import Decision, InRounds, State, Strategy, Update
@@ -48,11 +49,12 @@ class FedAsyncSettings(Mixing):
     alpha_schedule: AlphaSchedule = ConstantAlpha()
     staleness: Staleness = Polynomial()
 
-    @model_validator(mode="after")
-    def _adapts_to_a_mean(self) -> Self:
-        if self.adapt is not None and self.adapt.most > 1:
-            raise ValueError(f"adapt: most = {self.adapt.most:g}: alpha is at most 1")
-        return self
+    @field_validator("adapt")
+    @classmethod
+    def _within_alpha(cls, adapt: Adapt | None) -> Adapt | None:
+        if adapt is not None and adapt.most > 1:
+            raise ValueError(f"most = {adapt.most:g}: alpha is at most 1, the device's model alone")
+        return adapt
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """a_t for an update that makes the next version."""

@@ -150,7 +150,7 @@ class Strategy(NamedSettings):
         if not self.adapt.least <= self.step_rate <= self.adapt.most:
             raise ValueError(
                 f"adapt: {self.step_key} = {self.step_rate:g} is not between least = "
-                f"{self.adapt.least:g} and most = {self.adapt.most:g}"
+                f"{self.adapt.least:g} and most = {self.adapt.most:g}: set bounds around it"
             )
         return self
 

@@ -617,6 +617,8 @@ def test_error_of_a_task_names_the_device(task: Task, said: str) -> None:
     [
         (("strategy.name=afa-cs", "strategy.devices=4"), ("strategy.devices = 4", "has 6 devices")),
         ((*SCAFFOLD, "strategy.devices=7"), ("strategy.devices = 7", "has 6 devices")),
+        (("strategy.name=basgd", "strategy.buckets=7"), ("strategy.buckets = 7", "run's 6 ")),
+        (("strategy.name=aflguard", "strategy.root=[6]"), ("strategy.root", "no device 6")),
         (("devices.slow_devices=[1, 6]",), ("devices.slow_devices", "no device 6", "the run's 6 ")),
     ],
 )
