@@ -49,28 +49,18 @@ _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str] 
 _NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals searched for ones that can be trained together
 _SAVE_S = 300.0  # between two checkpoints
-_SAVED = (  # in a checkpoint: what the rest of the run depends on, except the settings
-    "_failed",
-    "_progress",
-    "_digest",
-    "_transport",
-    "_models",
-    "_ahead",
-    "_taken",
-    "_trained",
-    "_entries",
-    "_streak",
-    "_refused",
-    "_given_up",
-    "_failing",
-    "_in_a_row",
-    "_cost",
-    "_measuring",
-    "_versions",
-    "_steps",
-    "_windows",
-    "_seconds",
-)
+_MADE_ANEW = {  # after a restart; everything else is in the checkpoint
+    "_settings",
+    "_on_version",
+    "_on_error",
+    "_plan",
+    "_strategy",
+    "_training",
+    "_measure",
+    "_scorer",
+    "_journal",
+    "_checkpoint",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +341,6 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
-        self._windows = Windows(1)  # unused if the rule does not adapt
         if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
             self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
@@ -433,15 +422,20 @@ class _Simulation:
     # the checkpoint
 
     def _save(self, checkpoint: Path) -> None:
-        state = {name: getattr(self, name) for name in _SAVED}
+        state = {name: one for name, one in vars(self).items() if name not in _MADE_ANEW}
         new = checkpoint.with_name(f"{checkpoint.name}.new")
         with new.open("wb") as file:
             pickle.dump((state, self._training.local), file)
         new.replace(checkpoint)
 
     def _restore(self, checkpoint: Path) -> None:
-        with checkpoint.open("rb") as file:
-            state, self._training.local = pickle.load(file)  # noqa: S301  (the user's own file)
+        try:
+            state, self._training.local = pickle.loads(checkpoint.read_bytes())  # noqa: S301  (own)
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise ConfigError(
+                f"{checkpoint} is damaged, or of another release: delete it to start anew "
+                f"({words(error)})"
+            ) from error
         vars(self).update(state)
         if self._is_planned:
             self._plan = self._planned()
