@@ -247,21 +247,22 @@ class Figures:
         const = cells[LARGE]["Const"]
         adaptive = [of for rule, of in cells[LARGE].items() if rule.startswith(_PAPERS[1:])]
         lowest, full = const[0], const[-1]
+
+        def robust(most: int) -> JudgedClaim:
+            rules = cells[most].values()
+            return claim(
+                f"FedAsync is robust to different alpha (figure {_SWEEP[most]}; here: at {most}, "
+                "the lowest accuracy of each rule is at least nine tenths of its highest).",
+                lambda of: [
+                    above(low, high, times=0.9)
+                    for of_rule in rules
+                    for low, high in permutations(map(of, of_rule), 2)
+                ],
+                [cell for of_rule in rules for cell in of_rule],
+            )
+
         return [
-            *(
-                claim(
-                    f"FedAsync is robust to different alpha (figure {_SWEEP[most]}; here: at "
-                    f"{most}, the lowest accuracy of each rule is at least nine tenths of its "
-                    "highest).",
-                    lambda of, rules=rules: [
-                        above(low, high, times=0.9)
-                        for of_rule in rules.values()
-                        for low, high in permutations(map(of, of_rule), 2)
-                    ],
-                    [cell for of_rule in rules.values() for cell in of_rule],
-                )
-                for most, rules in cells.items()
-            ),
+            *map(robust, cells),
             *(
                 JudgedClaim(
                     f"FedAsync is robust to different alpha (figure {figure}).", [], "Not run."

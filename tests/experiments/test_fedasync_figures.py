@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from experiments.fedasync_figures import label
-from experiments.reproduction import JudgedClaim, Results, Row, catalogue
+from experiments.reproduction import JudgedClaim, Points, Results, Row, catalogue
 from experiments.showing import judged
 
 MNIST = catalogue()["fedasync-mnist"]
@@ -42,7 +42,7 @@ def claims(
     changed: Mapping[str, float] = MappingProxyType({}), without: str = ""
 ) -> list[JudgedClaim]:
     """The claims where accuracies are as claimed, but for some; ``without``: a cell not run."""
-    rows, curves = [], {}
+    rows, curves = list[Row](), dict[tuple[str, int], Points]()
     levels = {**changed, **AS_CLAIMED, **changed}  # what changed comes first
     for cell in (one.label for one in MNIST.cells if one.label != without):
         level = next(of for pattern, of in levels.items() if fnmatchcase(cell, pattern))
