@@ -247,22 +247,17 @@ class Figures:
         const = cells[LARGE]["Const"]
         adaptive = [of for rule, of in cells[LARGE].items() if rule.startswith(_PAPERS[1:])]
         lowest, full = const[0], const[-1]
-
-        def robust(most: int) -> JudgedClaim:
-            rules = cells[most].values()
-            return claim(
-                f"FedAsync is robust to different alpha (figure {_SWEEP[most]}; here: at {most}, "
-                "the lowest accuracy of each rule is at least nine tenths of its highest).",
-                lambda of: [
-                    above(low, high, times=0.9)
-                    for of_rule in rules
-                    for low, high in permutations(map(of, of_rule), 2)
-                ],
-                [cell for of_rule in rules for cell in of_rule],
-            )
-
         return [
-            *map(robust, cells),
+            *(
+                claim(
+                    f"FedAsync is robust to different alpha (figure {_SWEEP[most]}; here: at "
+                    f"{most}, the lowest accuracy of each rule is at least nine tenths of its "
+                    "highest).",
+                    partial(_robust, list(rules.values())),
+                    [cell for of_rule in rules.values() for cell in of_rule],
+                )
+                for most, rules in cells.items()
+            ),
             *(
                 JudgedClaim(
                     f"FedAsync is robust to different alpha (figure {figure}).", [], "Not run."
@@ -373,6 +368,15 @@ class Figures:
 
 
 _PAPERS = ("Const", "Poly", "Hinge")
+
+
+def _robust(rules: Iterable[Sequence[str]], of: Of) -> list[Series]:
+    """Margins of the claim that each rule's lowest value is nine tenths of its highest, or more."""
+    return [
+        above(low, high, times=0.9)
+        for cells in rules
+        for low, high in permutations(map(of, cells), 2)
+    ]
 
 
 def _both(of: Of, pair: tuple[str, str]) -> list[tuple[int, float, float]]:

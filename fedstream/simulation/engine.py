@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedstream.coordinator.cooldowns import no_device_works
+from fedstream.coordinator.cooldowns import most_refused, no_device_works
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.core.layout import Layout, Model
@@ -48,7 +48,6 @@ _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str] 
 
 _NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals searched for ones that can be trained together
-_MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 _SAVE_S = 300.0  # between two checkpoints
 _MADE_ANEW = {  # after a restart; everything else is in the checkpoint
     "_settings",
@@ -342,6 +341,7 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
+        self._windows = Windows(1)  # unused if the rule does not adapt
         if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
             self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
@@ -615,7 +615,7 @@ class _Simulation:
         if self._journal is not None:
             version = self._progress.state.version
             self._journal.refused(upload, reason, version, self._happened(None, at), sizes)
-        if self._streak >= _MOST_REFUSED:
+        if self._streak >= most_refused(self._refused, self._devices):
             self._ending = "failed", f"{self._streak} updates in a row were refused ({reason})"
 
     def _end_round(self, over: RoundOver) -> None:
