@@ -174,7 +174,8 @@ async def test_versions_that_the_journal_lost_are_made_again_at_their_scales(
     async with running(make(ADAPTS, **lazily), context()):
         await hand.join()
         await wait_until(lambda: is_at(hand, 1.5))
-        await update(hand, 1.0)
+        await hand.admitted(1.0)
+        await hand.reaches(3)
     assert weights(folder) == [0.5, 0.25, 0.75]
     assert scales(folder) == [(1, 0.5, 0.25), (2, 1.5, 0.75)]
     assert before is not None
