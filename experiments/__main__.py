@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from experiments import reproduction
+from experiments.page import PAGE, page
 from experiments.program import commit
 from experiments.running import run
 from experiments.showing import TABLE, show
@@ -118,6 +119,9 @@ def main(
     listed_only: Annotated[
         bool, typer.Option("--list", help="list the experiments and exit")
     ] = False,
+    page_only: Annotated[
+        bool, typer.Option("--page", help="write the page of all results and exit")
+    ] = False,
 ) -> None:
     """Repeat a paper's experiment: raw results, table, pictures, and which of its claims held.
 
@@ -127,6 +131,10 @@ def main(
     """
     if listed_only:
         print("\n".join(listed()))
+        return
+    if page_only:
+        (RESULTS / PAGE).write_text(page(reproduction.catalogue(), RESULTS))
+        print(RESULTS / PAGE)
         return
     try:
         reproduce(

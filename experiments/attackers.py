@@ -90,7 +90,7 @@ class Attacked(InMemory):
 def attacked(
     data: str = "digits",
     devices: int = 10,
-    attack: str = "flip",
+    attack: Attack = "flip",
     share: float = 0.2,
     seed: int = 0,
     partition: dict[str, Any] | None = None,

@@ -10,14 +10,13 @@ command continues within a run.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from itertools import permutations
 from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
 from experiments.afl import COLUMNS, column
-from experiments.fedasync import ALPHA, T, fedasync, fedavg, over_run, rules, sgd
+from experiments.fedasync import ALPHA, T, fedasync, fedavg, rules, sgd
+from experiments.fedasync_figures import MOST, B, Figures, label
 from experiments.reproduction import (
     LEAST_REPEATS,
     Cell,
@@ -25,14 +24,9 @@ from experiments.reproduction import (
     JudgedClaim,
     KeyValues,
     Panel,
-    PerRepeat,
     Picture,
     Results,
-    Series,
-    SweepPanel,
     above,
-    falling,
-    mean,
     mean_of,
     within,
 )
@@ -41,7 +35,7 @@ from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    pass
 
 _TESTED = 2_000
 
@@ -74,8 +68,7 @@ _BASE: KeyValues = {
     "scheduler.steps.n": 1,
 }
 _RHO = 0.005
-_A, _B = 10.0, 4  # of hinge
-_RULES = rules(_A, _B)
+_RULES = rules(10.0, B)
 _SGD: KeyValues = {
     **sgd("experiments.cifar10:all_images"),
     "scheduler.steps.kind": "fixed",
@@ -89,37 +82,28 @@ _FULL: KeyValues = {
     "task.name": "cifar10-fedasync",
     "simulation.evaluate_every": T // 20,
 }
-
-
-def _late(rule: str, most: int) -> str:
-    """The cell of a rule at a maximum staleness: hinge is constant up to b, all rules are at 0."""
-    same = most == 0 or (rule == "Hinge" and most <= _B)
-    return f"{'Const' if same else rule}, {most}"
-
-
-_SWEPT = ("Const", "Poly")  # over alpha, only at staleness 16
-_ALPHAS = (0.3, 0.6, ALPHA)
-
-
-def _swept(rule: str, alpha: float) -> str:
-    """The cell of a rule with an alpha at maximum staleness 16."""
-    return f"{rule}, 16" + (f", alpha {alpha:g}" if alpha != ALPHA else "")
-
-
-_MOST = (0, 4, 8, 16)
+_FIGURES = Figures(
+    rules=tuple(_RULES),
+    margin=0.02,  # 40 test images
+    last=3,
+    alphas=(0.3, 0.6, ALPHA),
+    swept={16: ("Const", "Poly")},
+    loss="training_loss",
+    gradients="gradients (10: one epoch, 2 communications)",
+)
 _CELLS = (
     Cell("SGD", _SGD),
     Cell("FedAvg", _FEDAVG),
     *(
         Cell(f"{rule}, {most}", fedasync(_RULES[rule], most, _RHO))
-        for most in _MOST
+        for most in MOST
         for rule in _RULES
-        if _late(rule, most) == f"{rule}, {most}"
+        if label(rule, most) == f"{rule}, {most}"
     ),
     *(
-        Cell(_swept(rule, alpha), fedasync(_RULES[rule], 16, _RHO, alpha))
-        for rule in _SWEPT
-        for alpha in _ALPHAS
+        Cell(label(rule, 16, alpha), fedasync(_RULES[rule], 16, _RHO, alpha))
+        for rule in _FIGURES.swept[16]
+        for alpha in _FIGURES.alphas
         if alpha != ALPHA
     ),
 )
@@ -171,149 +155,6 @@ _AFL_CELLS = tuple(
 )
 
 
-# FedAsync's claims
-
-_MARGIN = 0.02  # of accuracy: 40 test images; less counts as no difference
-
-
-def _speed(results: Results, cell: str) -> dict[int, float]:
-    """Speed of learning: mean accuracy at the gradient counts of FedAvg's measured rounds."""
-    return over_run(results, cell, "accuracy")
-
-
-def _end(results: Results, cell: str) -> dict[int, float]:
-    """Mean accuracy at the last three points, since single ones fluctuate."""
-    found = results.measured(cell, "gradients", "accuracy")
-    return {n: float(accuracy[-3:].mean()) for n, (_, accuracy) in found.items()}
-
-
-def _loss(results: Results, cell: str) -> float:
-    """Mean training loss between the last two measurements."""
-    _, loss, _ = results.curve(cell, "gradients", "training_loss")
-    return mean(loss[-1:])
-
-
-def _said(results: Results, cells: Iterable[str]) -> str:
-    """Accuracy over the run, and at the end."""
-    return ", ".join(
-        f"{mean_of(_speed(results, cell)):.3f} and {mean_of(_end(results, cell)):.3f} ({cell})"
-        for cell in dict.fromkeys(cells)
-    )
-
-
-def _fedasync_claims(results: Results) -> list[JudgedClaim]:
-    small, large = ([_late(rule, most) for rule in _RULES] for most in (4, 16))
-    compared = ("SGD", "FedAvg", *dict.fromkeys((*small, *large)))
-    losses = ", ".join(f"{_loss(results, cell):.3f} ({cell})" for cell in compared)
-    version = results.curve("FedAvg", "version", "accuracy")[0][-1]
-    early = {cell: results.at(cell, "version", version, "accuracy") for cell in compared[1:]}
-    swept = "; ".join(
-        f"{rule} " + _said(results, [_late(rule, most) for most in _MOST]) for rule in _RULES
-    )
-    alphas = {rule: [_swept(rule, alpha) for alpha in _ALPHAS] for rule in _SWEPT}
-    by_alpha = "; ".join(_said(results, cells) for cells in alphas.values())
-    falls = {rule: falling(results, _swept(rule, ALPHA)) for rule in _SWEPT}
-    falls[f"Const, alpha {_ALPHAS[0]:g}"] = falling(results, _swept("Const", _ALPHAS[0]))
-
-    def claim(
-        text: str, compare: Callable[[Callable[[str], PerRepeat]], list[Series]], seen: str
-    ) -> JudgedClaim:
-        """A claim that must hold both over the run and at the end."""
-        cases = partial(_speed, results), partial(_end, results)
-        return JudgedClaim(text, [one for of in cases for one in compare(of)], f"{seen}.")
-
-    return [
-        claim(
-            "At small staleness (4) FedAsync converges as fast as SGD (figure 2; here, as in all "
-            "that compare accuracies: both its mean over the run and that of the last three "
-            f"measurements; less than {_MARGIN:g} below SGD's).",
-            lambda of: [above(of(cell), of("SGD"), -_MARGIN) for cell in small],
-            f"Over the run and at the end {_said(results, ('SGD', *small))}; training loss at the "
-            f"end {losses}",
-        ),
-        claim(
-            "At small staleness FedAsync converges faster than FedAvg, against gradients and "
-            f"against communications (figures 2 and 6; here: by more than {_MARGIN:g}).",
-            lambda of: [above(of(cell), of("FedAvg"), _MARGIN) for cell in small],
-            _said(results, ("FedAvg", *small)),
-        ),
-        claim(
-            "At larger staleness FedAsync converges slower (figures 2 and 3; here: 16 against 4, "
-            f"each rule, by more than {_MARGIN:g}).",
-            lambda of: [above(of(a), of(b), _MARGIN) for a, b in zip(small, large, strict=True)],
-            _said(results, (*small, *large)),
-        ),
-        claim(
-            "In the worst case FedAsync has a convergence rate similar to FedAvg's (figure 3; "
-            f"here: the slowest rule is less than {_MARGIN:g} below it).",
-            lambda of: [above(of(cell), of("FedAvg"), -_MARGIN) for cell in (*small, *large)],
-            _said(results, ("FedAvg", *small, *large)),
-        ),
-        JudgedClaim(
-            "FedAvg makes more progress in each global epoch, of which each costs it ten times as "
-            "much (figures 4 and 5; here: accuracy when FedAvg ends).",
-            [above(early["FedAvg"], of) for cell, of in early.items() if cell != "FedAvg"],
-            f"At version {version:.0f}: "
-            + ", ".join(f"{mean_of(of):.3f} ({cell})" for cell, of in early.items())
-            + ".",
-        ),
-        claim(
-            f"Larger staleness is not catastrophic (figure 8; here: at {_MOST[-1]} the accuracy is "
-            f"at least nine tenths of that at {_MOST[0]}).",
-            lambda of: [
-                above(of(_late(rule, _MOST[-1])), of(_late(rule, _MOST[0])), times=0.9)
-                for rule in _RULES
-            ],
-            swept,
-        ),
-        claim(
-            "Adaptive alpha makes large staleness less harmful (figure 8; the workshop: it always "
-            f"improves; here: Poly and Hinge over Const at 16 by more than {_MARGIN:g}).",
-            lambda of: [above(of(cell), of(large[0]), _MARGIN) for cell in large[1:]],
-            _said(results, large),
-        ),
-        claim(
-            f"Poly and Hinge have similar performance (workshop, 5.4; here: at 16, within "
-            f"{_MARGIN:g}).",
-            lambda of: within(map(of, large[1:]), _MARGIN),
-            _said(results, large[1:]),
-        ),
-        claim(
-            "FedAsync is robust to different alpha (figure 10; here: at 16, the lowest accuracy of "
-            "each rule is at least nine tenths of its highest).",
-            lambda of: [
-                above(low, high, times=0.9)
-                for cells in alphas.values()
-                for low, high in permutations(map(of, cells), 2)
-            ],
-            by_alpha,
-        ),
-        claim(
-            "Without adaptive alpha a smaller one is better at large staleness (workshop, 5.4; "
-            f"here: Const at 16, each smaller alpha over {ALPHA:g} by more than {_MARGIN:g}).",
-            lambda of: [
-                above(of(cell), of(alphas["Const"][-1]), _MARGIN) for cell in alphas["Const"][:-1]
-            ],
-            by_alpha,
-        ),
-        JudgedClaim(
-            "Too large an alpha can be unstable, less so where it is adaptive (figures 3 and 10; "
-            "here: the mean fall of the accuracy from one measurement to the next at 16 and "
-            f"alpha {ALPHA:g}, Const more than with the smallest alpha and than Poly).",
-            [above(falls["Const"], of) for name, of in falls.items() if name != "Const"],
-            "Mean fall: "
-            + ", ".join(f"{mean_of(of):.4f} ({name})" for name, of in falls.items())
-            + ".",
-        ),
-        JudgedClaim(
-            "FedAsync is robust to different alpha at staleness 4, and so is Hinge (a = 4) at 16 "
-            "(figures 9 and 10).",
-            [],
-            "Not run.",
-        ),
-    ]
-
-
 # AFL's claims
 
 _TELLING = 20  # beyond this scale the runs are too short to tell
@@ -356,33 +197,6 @@ def _afl_claims(results: Results) -> list[JudgedClaim]:
         ),
     ]
 
-
-def _lines(most: int) -> dict[str, str]:
-    rules = {f"FedAsync+{rule}": _late(rule, most) for rule in _RULES}
-    return {"SGD": "SGD", "FedAvg": "FedAvg", **rules}
-
-
-def _against(x: str, xlabel: str, y: str, ylabel: str) -> tuple[Panel, ...]:
-    return tuple(
-        Panel(
-            f"maximum staleness {most}{' (Hinge is Const)' if most <= _B else ''}",
-            _lines(most),
-            x=x,
-            y=y,
-            xlabel=xlabel,
-            ylabel=ylabel,
-        )
-        for most in (4, 16)
-    )
-
-
-_GRADIENTS = "gradients (10: one epoch, 2 communications)"
-_STALENESS = {
-    f"FedAsync+{rule}": {float(most): _late(rule, most) for most in _MOST} for rule in _RULES
-}
-_BY_ALPHA = {
-    f"FedAsync+{rule}": {alpha: _swept(rule, alpha) for alpha in _ALPHAS} for rule in _SWEPT
-}
 
 _NOTES = (
     ("The figures have no numbers to compare with; the claims are the text's."),
@@ -445,38 +259,9 @@ _SCALED = (
         cells=_CELLS,
         repeats=1,
         compare="last",
-        pictures=(
-            Picture(
-                "gradients.png",
-                "FedAsync on CIFAR-10, against gradients",
-                (
-                    *_against("gradients", _GRADIENTS, "accuracy", "test accuracy"),
-                    *_against("gradients", _GRADIENTS, "training_loss", "training loss"),
-                ),
-            ),
-            Picture(
-                "versions.png",
-                "FedAsync on CIFAR-10, against versions ('global epochs')",
-                _against("version", "versions", "accuracy", "test accuracy"),
-            ),
-            Picture(
-                "staleness.png",
-                "FedAsync on CIFAR-10, by maximum staleness",
-                (
-                    SweepPanel("last version", _STALENESS, "last", "maximum staleness", "accuracy"),
-                    SweepPanel("best version", _STALENESS, "best", "maximum staleness", "accuracy"),
-                ),
-            ),
-            Picture(
-                "alpha.png",
-                "FedAsync on CIFAR-10, by alpha, maximum staleness 16",
-                (
-                    SweepPanel("last version", _BY_ALPHA, "last", "alpha", "accuracy"),
-                    SweepPanel("best version", _BY_ALPHA, "best", "alpha", "accuracy"),
-                ),
-            ),
-        ),
-        claims=_fedasync_claims,
+        pictures=_FIGURES.pictures("CIFAR-10", {f"FedAsync+{rule}": rule for rule in _RULES}),
+        claims=_FIGURES.claims,
+        partly=True,
         notes=_SCALED_NOTES,
     ),
     Experiment(

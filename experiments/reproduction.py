@@ -122,6 +122,14 @@ class Picture:
     panels: Sequence[Panel | SweepPanel]
     columns: int = 2
 
+    @property
+    def cells(self) -> list[str]:
+        """The cells that it shows."""
+        lines = [line for panel in self.panels for line in panel.lines.values()]
+        return [
+            cell for line in lines for cell in ([line] if isinstance(line, str) else line.values())
+        ]
+
 
 class Margin(NamedTuple):
     """By how much a comparison holds: its mean over the repeats, in standard errors."""
@@ -181,8 +189,17 @@ class JudgedClaim:
     @property
     def verdict(self) -> str:
         """The verdict and what it rests on, in Markdown."""
-        said, rests = verdict([margin(values) for values in self.comparisons])
+        said, rests = self._decided
         return f"**{said}** ({rests})"
+
+    @property
+    def short(self) -> str:
+        """The verdict alone."""
+        return self._decided[0]
+
+    @property
+    def _decided(self) -> tuple[str, str]:
+        return verdict([margin(values) for values in self.comparisons])
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +386,8 @@ class Experiment:
     pictures: Sequence[Picture] = ()
     claims: Callable[[Results], Sequence[JudgedClaim]] = no_claims
     """may raise TooShort"""
+    partly: bool = False
+    """whether claims are judged before every cell has run"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
 

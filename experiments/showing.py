@@ -12,6 +12,7 @@ import numpy as np
 from experiments.reproduction import (
     Cell,
     Experiment,
+    JudgedClaim,
     Of,
     Panel,
     Picture,
@@ -35,12 +36,12 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def show(experiment: Experiment, results: Results, folder: Path) -> None:
-    """Write table.md and the pictures; those of the experiment only once every cell has run."""
+    """Write table.md and the pictures; an experiment's picture once all of its cells have run."""
     (folder / TABLE).write_text(table(experiment, results))
     if any(cell.paper is not None and results.of(cell.label) for cell in experiment.cells):
         differences(experiment, results, folder / DIFFERENCES)
-    if not missing(experiment, results):
-        for picture in experiment.pictures:
+    for picture in experiment.pictures:
+        if all(results.of(cell) for cell in picture.cells):
             draw(experiment, results, picture, folder / picture.file)
 
 
@@ -178,13 +179,20 @@ def _beside(experiment: Experiment, results: Results) -> list[str]:
     ]
 
 
-def _claims(experiment: Experiment, results: Results) -> list[str]:
-    if absent := missing(experiment, results):
-        return ["## Claims", "", f"Not judged: {len(absent)} cells were not run yet."]
+def judged(experiment: Experiment, results: Results) -> tuple[list[JudgedClaim], str]:
+    """The claims; or none, and why none is judged."""
+    if (absent := missing(experiment, results)) and not experiment.partly:
+        return [], f"Not judged: {len(absent)} cells were not run yet."
     try:
-        claims = experiment.claims(results)
+        return list(experiment.claims(results)), ""
     except TooShort:
-        return ["## Claims", "", f"Not judged: at T / {results.scale:g} the runs are too short."]
+        return [], f"Not judged: at T / {results.scale:g} the runs are too short."
+
+
+def _claims(experiment: Experiment, results: Results) -> list[str]:
+    claims, why_not = judged(experiment, results)
+    if why_not:
+        return ["## Claims", "", why_not]
     if not claims:
         return []
     scaled = (

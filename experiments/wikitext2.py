@@ -88,7 +88,7 @@ _MARGIN = 0.05  # of log perplexity: 5% of perplexity; less counts as no differe
 
 
 def _speed(results: Results, cell: str) -> dict[int, float]:
-    """Slowness: mean log perplexity at the gradient counts of FedAvg's measured rounds."""
+    """Slowness: mean log perplexity over the run."""
     return over_run(results, cell, "loss")
 
 

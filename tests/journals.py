@@ -386,7 +386,7 @@ def write_golden() -> None:
         AcedSettings(max_age=4),
         FadasSettings(buffer_size=3, delay_adaptive="code"),
         RingmasterSettings(max_staleness=3),
-        RingleaderSettings(devices=3),
+        RingleaderSettings(devices=3, server_lr=1.0),
     )
     journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
     journals["quarantine"] = FedAsyncSettings(), "f32"

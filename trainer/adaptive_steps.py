@@ -126,7 +126,7 @@ class StepProposals:
             self._begin_anew()
             if self._told != str(error):
                 self._told = str(error)
-                self._context.log.warning("steps don't adapt: no journal", why=str(error))
+                self._context.log.warning("steps do not adapt: no usable journal", why=str(error))
             await pause(self._context.stop, _AGAIN_S)
             return
         if is_due and self._journal is not None:

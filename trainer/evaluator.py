@@ -136,7 +136,11 @@ class Evaluator:
             context.log.info("nothing to measure: the task has no test data")
         measuring = repeat(context, "models", self._step, within_s=600.0)
         try:
+            if on_devices is None and self._proposals is None:
+                await measuring
+                return
             async with asyncio.TaskGroup() as group:
+                group.create_task(measuring)
                 if on_devices is not None:
                     self._on_devices = DeviceEvaluations(
                         on_devices,
@@ -151,7 +155,6 @@ class Evaluator:
                     group.create_task(repeat(context, "devices", self._evaluate_devices))
                 if self._proposals is not None:
                     group.create_task(repeat(context, "steps", self._adapt_steps, within_s=600.0))
-                group.create_task(measuring)
         finally:
             await self._client.close()
 

@@ -283,7 +283,7 @@ class Recovery:
         # The devices' vectors are still valid; a batch begins anew.
         vectors = await self._recalled(run, vectors)
         if vectors is None and (lost := self.rule.vector_names):
-            self.context.log.warning("the optimizer's vectors are lost", vectors=lost)
+            self.context.log.warning("the strategy's vectors are lost", vectors=lost)
         memory = Memory(devices=vectors)
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
@@ -386,12 +386,13 @@ class Recovery:
                 "run.name and journal.dir for another policy"
             )
         if was.vector_names != now.vector_names:
+            keys = "private.buckets and strategy.server"
+            if not was.masked:
+                keys = "strategy.server, and the strategy's aggregate, buffer_size and buckets"
             raise ConfigError(
-                f"{'private.buckets' if was.masked else 'strategy.server'}: run "
-                f"{self.keys.name!r} keeps other vectors between versions "
-                f"({_listed(was.vector_names)}, not {_listed(now.vector_names)}): set "
-                f"{'it and strategy.server' if was.masked else 'it'} as before, or use another "
-                "run.name and journal.dir"
+                f"strategy: run {self.keys.name!r} keeps other vectors between versions "
+                f"({_listed(was.vector_names)}, not {_listed(now.vector_names)}): set {keys} as "
+                "before, or use another run.name and journal.dir"
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:

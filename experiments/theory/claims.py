@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ def near(values: Series, to: float, by: float) -> list[Series]:
     return [by - (values - to), by + (values - to)]
 
 
-def exponent(x: list[float], y: list[float]) -> float:
+def exponent(x: Sequence[float], y: Sequence[float] | Series) -> float:
     """The slope of log y over log x, by least squares."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 

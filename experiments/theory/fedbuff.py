@@ -81,11 +81,13 @@ def errors(
     rule: Strategy | None = None,
     steps: int = LOCAL,
     oldest: int = OLDEST,
+    newest: int = 0,
     runs: int,
 ) -> Wide:
     """(runs,): the mean of |grad f(w_t)|^2 over t < T with the theorem's learning rate.
 
     ``rule``: None for FedBuff with the theorem's step; ``steps`` and ``oldest`` are Q and tau.
+    Updates are ``newest`` to ``oldest`` versions late.
     """
     rule = rule or fedbuff()
     start = np.full((runs, problem.dimensions), START, np.float32)
@@ -100,6 +102,7 @@ def errors(
             odds,
             rule.batch,
             oldest=oldest,
+            newest=newest,
             steps=(steps, steps),
             repeated=True,
             runs=runs,

@@ -11,13 +11,13 @@ _BEFORE = """\
 # Theory against measurement
 
 `python -m experiments.theory [name ...]` measures, draws and writes this file; names are
-{names}. The server's rules are the classes of
-`fedstream.strategies`, as in production, in float32; devices are quadratics in d = 10 with known
-constants ([quadratics.py](quadratics.py)), or sums of cosines ([weak.py](weak.py)), so that each
-bound is a number. Settings are at the head of each module. Where a text names no centres, noise or
-starting point, ours are there too: figures are comparable with another program's, not equal. A
-verdict needs five repeats, and every comparison more than two standard errors from 0
-([reproduction.py](../reproduction.py)).
+{names}.
+The server's rules are the classes of `fedstream.strategies`, as in production, in float32; devices
+are quadratics in d = 10 with known constants ([quadratics.py](quadratics.py)), or sums of cosines
+([weak.py](weak.py)), so that each bound is a number; `schedule` trains on the digits. Settings are
+at the head of each module. Where a text names no centres, noise or starting point, ours are there
+too: figures are comparable with another program's, not equal. A verdict needs five repeats, and
+every comparison more than two standard errors from 0 ([reproduction.py](../reproduction.py)).
 
 | source | claim | measured | verdict |
 |---|---|---|---|
@@ -27,13 +27,18 @@ _AFTER = """
 What 'held' covers: these settings, not the theorem in general; a bound that is far above what is
 measured holds easily, and the pictures show how far. The floor of AFA-CD depends on the direction u
 of the centres through |A u|^2: another u than ours (all ones, of length 1) gives another figure by
-the same formula. AFA-CS keeps the sum of the devices' vectors as it changes, and what float32
-rounds off while the vectors still change much stays in that sum for good: this is where its error
-ends, and the more versions a run takes to get there, the higher.
+the same formula. AFA-CS keeps the sum of the devices' vectors as it changes and computes it anew
+every 100 versions: its error ends at what float32 rounds off between two of these.
 
 AFA-CS at a fixed m: each G serves for about M/m versions at weight 1/M, so its noise enters with
 weight 1/m as in AFA-CD, and the step sqrt(M/T) of corollary 3 makes it larger. The first term of
 the bound does fall with M, which is why the error may fall before it rises.
+
+What no setting can show: a bound of FedAsync's theorems 1 and 2 below the starting gap, since their
+proofs bound that gap by less than their last term; the workshop edition's theorem 4.3, whose
+condition on rho fails at every first local step; AFL's theorem 4 with noise for ever, since
+condition (7) bounds E|G_t|^2 from below; and an error of order tau^2 in AFL's corollaries, where
+small steps give order tau.
 """
 
 

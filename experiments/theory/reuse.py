@@ -34,6 +34,7 @@ from experiments.theory.sgd import Wide
 from fedstream.strategies import AfaCsSettings
 
 DEVICES, HALF, LATE, STEP, LOCAL, LR = 10, 5, 1, 0.02, 2, 0.002  # M, m, D, s, K, eta_L
+VARIANCE = 10.0  # sigma_L^2, where there is noise
 TAU, FROM = LATE + 1, 2  # t_0: after both halves' first turns
 VERSIONS = 4000
 SHOWN = (100, 400, 1600, VERSIONS)
@@ -115,7 +116,7 @@ def measure(versions: int = VERSIONS, repeats: int = 5) -> Measured:
     """Without and with noise, at the shown T: each repeat's mean, the bound; and the whole path."""
     problem = afa.objective()
     found: Measured = {"versions": versions}
-    for name, variance in (("exact", 0.0), ("noisy", afa.VARIANCE)):
+    for name, variance in (("exact", 0.0), ("noisy", VARIANCE)):
         of = course(replace(problem, variance=variance), versions, repeats)
         shown = [t for t in SHOWN if t <= versions] if name == "exact" else [of["met"]]
         thin = np.unique(np.geomspace(1, versions, 200).round().astype(int))
@@ -157,7 +158,7 @@ def claims(found: Measured) -> list[TheoremClaim]:
             "AFL, theorem 4: the bound, sigma_L > 0",
             "The same plus 4 alpha_L sigma_L^2, while condition (7) holds: "
             "3 sigma_L^2/(2M) <= (1/2 - beta_0 eta eta_L) E|G_t|^2",
-            f"sigma^2 = {afa.VARIANCE:g}: (7) holds for the first {noisy['met']} versions, then "
+            f"sigma^2 = {VARIANCE:g}: (7) holds for the first {noisy['met']} versions, then "
             f"E|G_t|^2 is too small and the theorem promises nothing; {said(noisy)}.",
             under(noisy),
         ),
@@ -169,7 +170,7 @@ def draw(found: Measured, path: Path) -> None:
     with pictures.picture(path, 1) as (axes,):
         for name, color, label in (
             ("exact", pictures.MAIN, "no noise"),
-            ("noisy", pictures.OTHER, f"sigma² = {afa.VARIANCE:g}"),
+            ("noisy", pictures.OTHER, f"sigma² = {VARIANCE:g}"),
         ):
             t, mean, bound = zip(*found[name]["path"], strict=True)
             axes.loglog(t, mean, color=color, label=label)

@@ -27,7 +27,6 @@ RULES: dict[str, dict[str, Any]] = {
     "FedBuff": {"name": "fedbuff", "buffer_size": 2},
 }
 VERSIONS = {"FedAvg": 30, "FedAsync": 170, "FedBuff": 85}  # more than SECONDS take
-IN_FLIGHT = {"kind": "in_flight", "n": DEVICES}
 SECONDS = 60.0  # virtual seconds of a run that count
 SHOWN = 16.0  # of them in the picture
 Task = tuple[int, float, float, int, int]  # device, begin and end in s, tau, version made with it
@@ -35,7 +34,11 @@ Task = tuple[int, float, float, int, int]  # device, begin and end in s, tau, ve
 
 def record(rule: str, seed: int) -> list[Task]:
     """The task of every update that is part of a version, in order, from a run's record."""
-    policy = {} if rule == "FedAvg" else {"scheduler": {"policy": IN_FLIGHT}}
+    in_flight: dict[str, object] = (
+        {}
+        if rule == "FedAvg"
+        else {"scheduler.policy.kind": "in_flight", "scheduler.policy.n": DEVICES}
+    )
     with tempfile.TemporaryDirectory() as folder:
         run = fedstream.simulate(
             "digits",
@@ -55,17 +58,19 @@ def record(rule: str, seed: int) -> list[Task]:
                 "devices.latency.high_s": 3.0,
                 "devices.slow_devices": [SLOW],
                 "devices.slow_factor": 2.0,
-            },
-            **policy,
+            }
+            | in_flight,
         )
         updates = run.updates
-        made = run.versions["seconds"]
+        made: list[float] = run.versions["seconds"].tolist()
     tasks: list[Task] = []
     answered = [0.0] * DEVICES
-    for row in updates[updates["outcome"] != "refused"].itertuples():
-        begin = max(answered[row.device], float(made[row.tau]))
-        tasks.append((int(row.device), begin, float(row.seconds), int(row.tau), int(row.version)))
-        answered[row.device] = float(row.seconds)
+    used = updates[updates["outcome"] != "refused"]
+    columns = used[["device", "tau", "version", "seconds"]].to_numpy(np.float64)
+    for *whole, end in columns.tolist():
+        device, tau, version = map(int, whole)
+        tasks.append((device, max(answered[device], made[tau]), end, tau, version))
+        answered[device] = end
     if tasks[-1][2] < SECONDS:
         raise RuntimeError(f"{rule}: {VERSIONS[rule]} versions end before {SECONDS:g} s")
     return tasks
@@ -150,8 +155,8 @@ def draw(found: Measured, path: Path) -> None:
     """A bar for each task, and a line for each version, of the three rules."""
     with pictures.picture(path, len(RULES)) as panels:
         for axes, rule in zip(panels, RULES, strict=True):
-            tasks, versions = found["shown"][rule], {}
-            for device, begin, end, tau, version in tasks:
+            versions: dict[int, float] = {}
+            for device, begin, end, tau, version in found["shown"][rule]:
                 late = version - 1 - tau
                 axes.barh(
                     device,
@@ -163,7 +168,7 @@ def draw(found: Measured, path: Path) -> None:
                     edgecolor="white",
                 )
                 axes.text(
-                    (begin + end) / 2,
+                    (begin + min(end, SHOWN)) / 2,
                     device,
                     f"{tau}",
                     ha="center",

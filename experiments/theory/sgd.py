@@ -52,5 +52,5 @@ def descend(
         if pull:
             slope += pull * (x - start)
         after = x - rate * slope  # never in place: the start is the server's
-        x = after if step < least else np.where((step < steps)[:, None], after, x)
+        x = after if step < least else np.where(np.less(step, steps)[:, None], after, x)
     return x

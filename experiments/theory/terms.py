@@ -191,34 +191,52 @@ def claims(found: Measured) -> list[TheoremClaim]:
 def draw(found: Measured, path: Path) -> None:
     """The delay's excess over tau, the local steps' error over K, and both over T."""
 
-    def show(axes: Axes, x: str, key: str, color: str, label: str) -> None:
+    def show(axes: Axes, x: list[int], key: str, color: str, label: str, size: int = 5) -> None:
         values = np.array(found[key]).mean(axis=1)
-        axes.loglog(found[x], values, color=color, marker="o", linestyle="", label=label)
-        axes.loglog(found[x], found[f"{key}_predicted"], color=color, linestyle=":", linewidth=1)
+        axes.loglog(
+            x,
+            values,
+            color=color,
+            marker="o",
+            markersize=size,
+            fillstyle="none",
+            linestyle="",
+            label=label,
+        )
+        axes.loglog(x, found[f"{key}_predicted"], color=color, linestyle=":", linewidth=1)
+        axes.set_xticks(x, [str(value) for value in x])
+        axes.minorticks_off()
 
+    horizons, beyond_one = found["horizons"], [k - 1 for k in found["local_steps"]]
     with pictures.picture(path, 3) as (delay, steps, horizon):
-        show(delay, "delays", "delay_over_itself", pictures.MAIN, "AFA-CD, excess over no delay")
+        show(
+            delay,
+            found["delays"],
+            "delay_over_itself",
+            pictures.MAIN,
+            "AFA-CD, excess over no delay",
+        )
         tau = np.array(found["delays"], float)
         first = found["delay_over_itself_predicted"][0]
         delay.loglog(tau, first * tau**2, color=pictures.BOUND, linestyle="--", label="slope 2")
         delay.loglog(tau, first * tau, color="#888888", linestyle="--", label="slope 1")
+        delay.set_xticks(found["delays"], [str(d) for d in found["delays"]])
+        delay.minorticks_off()
         delay.set(
             title=f"The delay's term at T = {found['horizon']} (dotted: exact formula)",
             xlabel="tau (versions)",
             ylabel="excess of mean |grad f|² (dimensionless)",
         )
-        show(steps, "local_steps", "cd_over_itself", pictures.MAIN, "AFA-CD, m = M = 4")
-        show(steps, "local_steps", "cs_over_itself", pictures.OTHER, "AFA-CS, m = M/2 = 2")
+        show(steps, beyond_one, "cd_over_itself", pictures.MAIN, "AFA-CD, m = M = 4", 9)
+        show(steps, beyond_one, "cs_over_itself", pictures.OTHER, "AFA-CS, m = M/2 = 2")
         steps.set(
             title=f"The local steps' term at T = {found['horizon']} (dotted: where it ends)",
-            xlabel="K (local steps)",
+            xlabel="K - 1 (local steps beyond the first)",
             ylabel="mean |grad f|² (dimensionless)",
         )
-        show(
-            horizon, "horizons", "delay_over_t", pictures.THIRD, f"delay {DELAY}, excess over none"
-        )
-        show(horizon, "horizons", "cd_over_t", pictures.MAIN, f"AFA-CD, K = {LOCAL}")
-        show(horizon, "horizons", "cs_over_t", pictures.OTHER, f"AFA-CS, K = {LOCAL}")
+        show(horizon, horizons, "delay_over_t", pictures.THIRD, f"delay {DELAY}, excess over none")
+        show(horizon, horizons, "cd_over_t", pictures.MAIN, f"AFA-CD, K = {LOCAL}", 9)
+        show(horizon, horizons, "cs_over_t", pictures.OTHER, f"AFA-CS, K = {LOCAL}")
         horizon.set(
             title="Both terms over T (dotted: as above)",
             xlabel="T (versions)",

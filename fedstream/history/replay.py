@@ -151,6 +151,7 @@ class ReplayResult:
     identical: int = 0
     updates_checked: bool = True  # against their recorded digests
     updates: dict[str, int] = field(default_factory=dict)  # number by fate under another rule
+    why_dropped: dict[str, int] = field(default_factory=dict)  # of these, by reason
     converted_to: Sends | None = None  # what another rule takes, if devices did not send that
     inherited: int | None = None  # updates used whose base was influenced by a left-out device
     oldest: int = 0  # version in the journal; the influence of earlier ones is unknown
@@ -288,6 +289,9 @@ def follow(
             if out.changed and is_used(moment.message):
                 fate = _fate(moment)
                 out.updates[fate] += 1
+                if fate == "dropped" and moment.step.decision is not None:
+                    why = moment.step.decision.reason
+                    out.why_dropped[why] = out.why_dropped.get(why, 0) + 1
                 if out.inherited is not None and influenced is not None and fate == "used":
                     out.inherited += moment.message.upload.tau >= influenced
             if moment.message.digest is None:
@@ -399,7 +403,7 @@ def _used(out: ReplayResult) -> str:
     updates = out.updates
     text = f"the changed rule used {updates['used']} of {sum(updates.values())} updates"
     if dropped := updates["dropped"]:
-        text += f", dropped {dropped} (too stale)"
+        text += f", dropped {dropped} ({', '.join(sorted(out.why_dropped))})"
     if left_out := updates["left_out"]:
         text += f", {left_out} left out"
     if unfit := updates["unfit"]:

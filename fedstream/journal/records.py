@@ -47,7 +47,7 @@ _YEAR_9999 = 253_402_300_799.0
 Time = Annotated[float, Field(ge=0, le=_YEAR_9999)]  # seconds since 1970; in a simulation, since 0
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Average = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+StepScale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # eight digits: names sort by it
 Number = Annotated[int, Field(ge=0, lt=10**6)]
 DeviceCount = Annotated[int, Field(ge=0, lt=2**31)]  # most devices
@@ -113,7 +113,7 @@ class Standing(Message):
     memory: Name | None = None  # digest of its model
     held: tuple[Contribution, ...] = ()
     mean_staleness: Average = 0.0
-    scale: Scale = 1.0  # of the rule's step
+    scale: StepScale = 1.0  # of the rule's step
     scaled_at: Count = 0  # the version up to which updates decided on it
     sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
     samples: tuple[Count, ...] = ()  # that the newest updates counted with, oldest first
@@ -237,9 +237,9 @@ class StepScaled(Message):
     finished: ClassVar[None] = None  # and never ends the run
     entry: Name
     at: Count  # the last of the versions whose updates were tried at other scales
-    scale: Scale  # of the configured rate, for later updates
+    scale: StepScale  # of the configured rate, for later updates
     key: Name  # of the rate in the strategy,
-    rate: Scale  # and the rate at this scale
+    rate: StepScale  # and the rate at this scale
     metric: Name
     scores: tuple[tuple[float, float], ...] = ()  # pairs of a scale and its value of the metric
     version: Count  # the newest one

@@ -110,9 +110,11 @@ class Settings(Section):
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
-        if strategy.cancel_stale and strategy.max_staleness is None:
+        has_limit = strategy.max_staleness is not None and not isinstance(self.policy, Rounds)
+        if strategy.cancel_stale and not has_limit:
             raise ValueError(
-                "strategy.cancel_stale = true without a limit: also set strategy.max_staleness"
+                "strategy.cancel_stale = true needs strategy.max_staleness, and no rounds, which "
+                "end their tasks anyway: set the limit, or leave it out"
             )
         self._check_solvers()
         if self.strategy.sends == "model" and self.wire.of_updates.of_changes:
@@ -206,11 +208,6 @@ class Settings(Section):
             raise ValueError(
                 f"strategy.max_staleness = {rule.max_staleness} with scheduler.policy.kind = "
                 "'rounds': rounds drop late answers anyway; leave it out"
-            )
-        if rule.cancel_stale:
-            raise ValueError(
-                "strategy.cancel_stale = true with scheduler.policy.kind = 'rounds': rounds end "
-                "their tasks anyway; leave it out"
             )
 
     @property

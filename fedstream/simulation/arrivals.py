@@ -66,6 +66,8 @@ class Arrival:
     """no later arrival starts from an older version"""
     time: float
     """in virtual seconds; without a clock, the number of arrivals so far"""
+    cancelled: int = 0
+    """tasks given up since the previous arrival because they became too stale"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,7 @@ class _Clock:
         self._now = 0.0
         self._issued = 0
         self._version = 0
+        self._cancelled = 0  # tasks since the last arrival
         self._counted: dict[int, int] = {}  # the rule's count of used answers
         self._in_vain = 0  # time-outs with too few answers in a row
         self._mean_staleness = 0.0
@@ -314,7 +317,7 @@ class _Clock:
             self._rests.ended(task.device, self._now, failed=not is_used)
         return is_used
 
-    def _cancelled(self) -> list[int]:
+    def _cancel_stale(self) -> list[int]:
         """Give up the tasks that are to be cancelled by now, and return their devices."""
         if not self._rule.cancel_stale:
             return []
@@ -324,6 +327,7 @@ class _Clock:
             del self._open[device]
         self._ends = [end for end in self._ends if end[2].tau >= oldest]
         heapq.heapify(self._ends)
+        self._cancelled += len(stale)
         return stale
 
     def _arrived(self, task: _Working) -> Arrival:
@@ -333,6 +337,7 @@ class _Clock:
             makes = self._rule.completes(self._counted, task.device)
             self._mean_staleness = mean_after(self._mean_staleness, version - task.tau)
         self._version += makes
+        cancelled, self._cancelled = self._cancelled, 0
         return Arrival(
             task.n,
             task.device,
@@ -344,6 +349,7 @@ class _Clock:
             makes=makes,
             oldest=self._oldest(task),
             time=self._now,
+            cancelled=cancelled,
         )
 
     def _oldest(self, *more: _Working) -> int:
@@ -374,7 +380,7 @@ class _Clock:
                 last = due if policy.catches_up else self._now
             if self._ends and self._ends[0][0] <= wake:
                 yield from self._end_of(self._finished())
-                self._cancelled()
+                self._cancel_stale()
             else:
                 self._now = wake
                 put_off += waits
@@ -496,7 +502,7 @@ class _Clock:
                 decides = self._now + rngs[task.device].expovariate(rates[task.device])
                 heapq.heappush(decisions, (decides, task.device))
                 yield from self._end_of(task)
-                for device in self._cancelled():
+                for device in self._cancel_stale():
                     decides = self._now + rngs[device].expovariate(rates[device])
                     heapq.heappush(decisions, (decides, device))
                 continue

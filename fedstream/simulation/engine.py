@@ -111,7 +111,7 @@ class SimulationResult:
     why: str
     refused: Counter[str] = field(default_factory=Counter)
     given_up: Counter[str] = field(default_factory=Counter)
-    """tasks that raised, by reason"""
+    """tasks that raised or became too stale, by reason"""
     failing: dict[int, tuple[int, str]] = field(default_factory=dict)
     """devices with several errors in a row: their number, and the last error"""
     seconds: float = 0.0
@@ -456,7 +456,10 @@ class _Simulation:
         if not self._ahead:
             self._ahead.append(next(self._plan))
         self._taken += 1
-        return self._ahead.popleft()
+        event = self._ahead.popleft()
+        if isinstance(event, Arrival) and event.cancelled:
+            self._given_up[reasons.BECAME_STALE] += event.cancelled
+        return event
 
     def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job] | None:
         """The result of an arrival's training; None if the task raised.
@@ -509,7 +512,7 @@ class _Simulation:
     def _trainable(self, first: Arrival) -> list[Arrival]:
         """``first`` and later arrivals that train well together and have known base versions."""
         sizes = self._training.sizes
-        if sizes == (1,) or self._given_up:  # later arrivals depend on failures
+        if sizes == (1,) or self._failed:  # later arrivals depend on failures
             return [first]
         missing = max(0, _AHEAD - len(self._ahead))
         self._ahead.extend(islice(self._plan, missing))

@@ -69,14 +69,6 @@ class BasgdSettings(Stepping):
         """Whether no bucket is empty."""
         return memory.devices is not None and len(memory.devices.numbers) == self.buckets
 
-    def completes(self, arrived: dict[int, int], device: int) -> bool:
-        """Count an update in its bucket, and return whether no bucket is empty."""
-        arrived[device % self.buckets] = 1
-        if len(arrived) < self.buckets:
-            return False
-        arrived.clear()
-        return True
-
     def _grown(self, memory: Memory, update: Update, factor: float, spare: Model) -> Memory:
         """The memory with the update in its bucket's mean."""
         grown = super()._grown(memory, update, factor, spare)

@@ -45,7 +45,9 @@ class Stepping(Strategy):
     # Left out while it is the default, so that earlier releases read the run.
     server: Annotated[Optimizer, Field(exclude_if=lambda one: one == ServerSgd())] = ServerSgd()
     """the optimizer that takes the step"""
-    clip: Annotated[float | None, Field(gt=0, exclude_if=lambda one: one is None)] = None
+    clip: Annotated[
+        Annotated[float, Field(gt=0)] | None, Field(exclude_if=lambda one: one is None)
+    ] = None
     """S, the length to which a longer x_new - x_tau is shortened"""
 
     @abstractmethod

@@ -41,7 +41,7 @@ class RingleaderSettings(Caching):
     first, updates are collected until every device has sent one. The last of them makes a version;
     in the second phase, the first update of each other device joins its mean and makes one. Further
     updates of a device that had its version are kept for the next round. So a round makes M
-    versions, and staleness is at most 2 M - 2.
+    versions, and staleness is at most 2 M - 2 while all devices are at work.
 
     The paper's devices send gradients of one step; here deltas may be of several, and ``server_lr``
     times their learning rate is the paper's gamma. A device's mean is updated incrementally, and
@@ -54,6 +54,8 @@ class RingleaderSettings(Caching):
     rounds: ClassVar[InRounds] = "never"
     name: Literal["ringleader"] = "ringleader"
     buffer_size: Annotated[Literal[1], Field(exclude=True)] = 1
+    server_lr: Annotated[float, Field(gt=0)] = 0.3
+    """the step along the mean of the devices' means, M times in a round"""
 
     def completes(self, arrived: dict[int, int], device: int) -> bool:
         """Count an update; whether it is the first of its device after all have sent one."""

@@ -39,7 +39,7 @@ sys.exit(main())
 def test_short_run_finds_nothing(tmp_path: Path, python: Path) -> None:
     table = tmp_path / "table.json"
     (tmp_path / "fuzz.py").write_text(PROGRAM)
-    inputs = 50 * len(targets())
+    inputs = 75 * len(targets())  # a target's recorded values come first, 51 messages among them
     command: list[str | Path] = [python, tmp_path / "fuzz.py", "--inputs", str(inputs)]
     done = subprocess.run(
         [*command, "--jobs", "1", "--json", table],

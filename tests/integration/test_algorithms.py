@@ -18,14 +18,14 @@ import pytest
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.core.given import given
-from fedstream.journal import Segment, Taken, cuts, entries, opened
+from fedstream.journal import Segment, SegmentHead, Taken, cuts, entries, opened
 from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.records import is_used
 from fedstream.journal.replay import Replayer
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import Arrival, SimulationResult, simulate
-from tests.broker.pipeline import finished, pipeline
+from tests.broker.pipeline import Pipeline, finished, pipeline
 from tests.integration.command import TEST_GUARD_S, Command, adds_up, held
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
@@ -86,6 +86,21 @@ def simulated(settings: Settings, chain: list[Segment]) -> SimulationResult:
         how.decode(one.payload.buffer, last)
     assert outcome.model.digest() == last.digest()
     return outcome
+
+
+def agree(services: Pipeline, folder: Path) -> list[SegmentHead]:
+    """The journal's replay and a simulation of its arrivals give the live run's bits.
+
+    Returns the heads of the segments.
+    """
+    with Replayer(folder) as replayer:
+        moments = [moment.identical for moment in replayer if moment.message.digest]
+    assert moments == [True] * VERSIONS
+    with opened(folder) as chain:
+        outcome = simulated(read(None, [*services.sets, *ONE_BY_ONE]), chain)
+        heads = [segment.head for segment in chain]
+    assert outcome.last("loss") < outcome.measured[0].metrics["loss"]
+    return heads
 
 
 def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(
@@ -151,12 +166,41 @@ async def test_run_replay_and_simulation_agree(
         view = await finished(client, keys)
     used = {outcome: n for outcome, n in view.outcomes.items() if n and outcome != "given_up"}
     assert used == {"applied": VERSIONS, "buffered": 2 * VERSIONS}
-    folder = tmp_path / "journal"
-    with Replayer(folder) as replayer:
-        moments = [moment.identical for moment in replayer if moment.message.digest]
-    assert moments == [True] * VERSIONS
-    with opened(folder) as chain:
-        assert len(chain) > 2
-        assert all(bool(segment.head.needs) == (name == "afa-cs") for segment in chain[1:])
-        outcome = simulated(read(None, [*services.sets, *ONE_BY_ONE]), chain)
-    assert outcome.last("loss") < outcome.measured[0].metrics["loss"]
+    _, *later = agree(services, tmp_path / "journal")
+    assert len(later) > 1
+    assert all(bool(head.needs) == (name == "afa-cs") for head in later)
+
+
+async def test_ringleader_agrees(
+    client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
+) -> None:
+    """Segments begin in the middle of rounds, which the devices' numbers know."""
+    sets = ("strategy.name=ringleader", f"run.versions={VERSIONS}", SETS[-1])
+    async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
+        for trainer in ("ann", "bob"):
+            await services.start("trainer", trainer)
+        view = await finished(client, keys)
+    assert view.outcomes["applied"] == VERSIONS
+    assert view.outcomes["buffered"] >= 5, "until each device had sent one"
+    agree(services, tmp_path / "journal")
+
+
+async def test_ringmaster_agrees_and_cancels_the_tasks_of_slow_devices(
+    client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
+) -> None:
+    sets = (
+        "strategy.name=ringmaster",
+        "strategy.max_staleness=1",
+        f"run.versions={VERSIONS}",
+        "devices.latency={kind='fixed', mean_s=0.2}",
+        "devices.slow_devices=[0,1]",
+        "devices.slow_factor=3000",
+        SETS[-1],
+    )
+    async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
+        for trainer in ("ann", "bob", "cat"):
+            await services.start("trainer", trainer)
+        view = await finished(client, keys)
+    assert view.outcomes["applied"] == VERSIONS
+    assert view.reasons("given_up")["became too stale"] > 0
+    agree(services, tmp_path / "journal")

@@ -27,6 +27,7 @@ from fedstream.strategies import (
     FedBuffSettings,
     Strategy,
 )
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.staleness import Constant, Hinge, Polynomial
 from tests.journals import LAYOUT, Scribe
 from tests.support import layout_of
@@ -272,3 +273,19 @@ def test_a_base_is_kept_for_as_long_as_it_is_needed(in_memory: int) -> None:
         assert zero is not None
         assert zero.floats.tolist() == [0.0] * LAYOUT.floats
     assert bases.of(upload(0, "v0")) is None
+
+
+def test_changes_of_the_step_scale_another_rule_that_adapts(tmp_path: Path) -> None:
+    """0 and updates of 8: alpha is .5, then .25. The same changes apply to one that begins at .25,
+    and to the recorded rule without a device; a rule that does not adapt ignores them."""
+    adapts = HALF.model_copy(update={"adapt": Adapt()})
+    scribe = Told(tmp_path, adapts, [0.0, 8.0, 8.0, 8.0])
+    scribe.update(1)
+    scribe.scale_step(0.5)
+    scribe.update(2)
+    scribe.update(1)
+    scribe.close()
+    assert models(tmp_path, adapts) == [4.0, 5.0, 5.75]
+    assert models(tmp_path, adapts.model_copy(update={"alpha": 0.25})) == [2.0, 2.75, 3.40625]
+    assert models(tmp_path, adapts, without=frozenset({2})) == [4.0, 5.0]
+    assert models(tmp_path, HALF) == [4.0, 6.0, 7.0]

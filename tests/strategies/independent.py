@@ -108,10 +108,11 @@ def fadas(
     eta: float,
     edition: str,
     tau_c: int,
+    eps: float = 1e-8,
     most: int | None = None,
     bug: str = "",
 ) -> list[Vector]:
-    """FADAS: AMSGrad (0.9, 0.99, 1e-8) along the batch's mean, with a smaller eta if it is late.
+    """FADAS: AMSGrad (0.9, 0.99, eps) along the batch's mean, with a smaller eta if it is late.
 
     "code" is g_delay_adaptive.py with --optimizer=fedams.
     """
@@ -129,7 +130,7 @@ def fadas(
         elif edition == "code":
             eta_t = eta / late if late > tau_c else eta
             first, second = 1 - 0.9 ** (t + 1), 1 - 0.99 ** (t + 1)
-        x = x + eta_t / first * m / (np.sqrt(most_v) / math.sqrt(second) + 1e-8)
+        x = x + eta_t / first * m / (np.sqrt(most_v) / math.sqrt(second) + eps)
         found[-1] = x
     return found
 
@@ -175,6 +176,8 @@ def ringleader(
             waiting.discard(i)
             if not waiting:
                 table, later = later, {device: list[Vector]() for device in range(devices)}
+        found.append(x)
+    return found
 
 
 def middle(how: str, vectors: Sequence[Vector]) -> Vector:

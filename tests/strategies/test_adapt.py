@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Upload
-from fedstream.journal.progress import Progress, take
+from fedstream.journal.progress import Progress, close_round, take
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State, Strategy
 from fedstream.strategies.adapt import Adapt, Windows, best_scale
 from tests.strategies import independent
@@ -184,6 +184,18 @@ def test_a_rule_that_adapts_is_scaled(rule: Strategy, rate: dict[str, float]) ->
     scaled = rule.scaled(0.5)
     assert {key: getattr(scaled, key) for key in rate} == rate
     assert rule.scaled(1.0) is rule
+
+
+def test_a_round_that_ends_early_steps_by_the_scale() -> None:
+    """0 + .5 of .4 times the mean of 4 and 8."""
+    run = Progress(State(0, model_of(LAYOUT)), scale=0.5)
+    rule = RULE.model_copy(update={"buffer_size": 3})
+    for number, value in enumerate((4.0, 8.0)):
+        delta = model_of(LAYOUT, value)
+        run = take(rule, run, upload_of(number, 0), delta, Model(LAYOUT)).after
+    made = close_round(rule, run, 0).after
+    assert made.state.model.parameters.tolist() == pytest.approx([1.2] * WIDTH)
+    assert made.scale == 0.5
 
 
 def test_wrong_settings_are_named() -> None:

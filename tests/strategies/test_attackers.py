@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from fedstream.strategies import (
     Strategy,
     Update,
 )
+from fedstream.strategies.batches import Middle
 from fedstream.strategies.optimizers import Adam
 from fedstream.strategies.staleness import Polynomial
 from fedstream.testing import check_strategy
@@ -36,7 +37,7 @@ from tests.updater.states import upload_of
 
 Program = Callable[..., list[Vector]]
 LATE = Polynomial(a=0.5)
-MIDDLES = ("median", "geometric median")
+MIDDLES: tuple[Middle, ...] = ("median", "geometric median")
 
 CASES: dict[str, tuple[Strategy, Program, dict[str, Any]]] = {
     **{
@@ -63,7 +64,7 @@ CASES: dict[str, tuple[Strategy, Program, dict[str, Any]]] = {
             independent.basgd,
             {"buckets": 3, "rate": 0.5, "how": how},
         )
-        for how in ("mean", *MIDDLES)
+        for how in get_args(Middle)
     },
     "aflguard": (
         AflGuardSettings(root=(1, 3), radius=1.4, server_lr=0.3),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fedstream.core.layout import Model
+from fedstream.journal import segments
+from fedstream.journal.rebuild import recovered
 from fedstream.strategies import (
     AcedSettings,
     AfaCsSettings,
@@ -24,6 +27,7 @@ from fedstream.strategies import (
 )
 from fedstream.strategies.optimizers import Adam, Amsgrad, Momentum
 from fedstream.testing import check_strategy
+from tests.journals import Scribe
 from tests.strategies import independent
 from tests.strategies.independent import Arrival, Vector
 from tests.support import layout_of, model_of
@@ -71,6 +75,11 @@ CASES: dict[str, tuple[Strategy, Program, dict[str, Any]]] = {
         )
         for edition in ("none", "paper", "code")
     },
+    "fadas eps": (
+        FadasSettings(buffer_size=3, server=Amsgrad(eps=0.2), delay_adaptive="code"),
+        independent.fadas,
+        {"size": 3, "eta": 0.001, "edition": "code", "tau_c": 1, "eps": 0.2},
+    ),
     "fadas drops": (
         FadasSettings(buffer_size=2, tau_c=0, max_staleness=2, delay_adaptive="code"),
         independent.fadas,
@@ -176,12 +185,13 @@ def test_ca2fl_without_heterogeneity_steps_like_fedbuff_once_all_were_heard() ->
 
 
 def test_ca2fl_goes_on_from_the_caches_that_a_dropped_round_left() -> None:
-    rule, layout = Ca2flSettings(buffer_size=2).build(2), layout_of(1)
-    now = receive(rule, State(0, model_of(layout)), 0, 6.0)
+    rule, now = Ca2flSettings(buffer_size=3).build(3), State(0, model_of(layout_of(1)))
+    for device in (0, 1):
+        now = receive(rule, now, device, 6.0)
     now = rule.drop_round(now)
-    for device, value in ((0, 4.0), (1, 4.0)):  # h = 6 / 2; corrections -2 and 4
+    for device, value in ((0, 4.0), (0, 4.0), (2, 5.0)):  # h = (6 + 6) / 3; corrections -2 and 5
         now = receive(rule, now, device, value)
-    assert now.model.parameters == pytest.approx([3.0 + 1.0])
+    assert now.model.parameters == pytest.approx([4.0 + 1.5])
 
 
 def test_aced_with_an_endless_age_is_ace_over_the_devices_heard() -> None:
@@ -236,6 +246,20 @@ def test_fadas_slows_down_for_the_stalest_update_in_the_batch(
         x, _ = rule.receive(x, update, Model(layout))
     assert x.model.parameters == pytest.approx([eta], rel=1e-5)
     assert x.memory.stalest == 0  # the next batch begins anew
+
+
+def test_fadas_recovers_the_stalest_update_of_a_batch(tmp_path: Path) -> None:
+    rule = FadasSettings(buffer_size=2, tau_c=0, delay_adaptive="code")
+    scribe = Scribe(tmp_path / "journal", rule)
+    for late in (0, 0, 0, 0, 2):
+        scribe.update(late=late)
+    scribe.segment()
+    scribe.update()
+    scribe.close()
+    chain = segments(scribe.folder)
+    assert recovered(chain[-1]).digest == scribe.digests[3]
+    for segment in chain:
+        segment.close()
 
 
 def test_sums_are_recomputed_from_the_caches() -> None:

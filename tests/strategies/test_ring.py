@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from fedstream.core.layout import Model
-from fedstream.strategies import RingleaderSettings, RingmasterSettings, State, Strategy, Update
+from fedstream.strategies import (
+    FedBuffSettings,
+    RingleaderSettings,
+    RingmasterSettings,
+    State,
+    Strategy,
+    Update,
+)
 from fedstream.strategies.optimizers import Adam
 from fedstream.testing import check_strategy
 from tests.strategies import independent
@@ -65,9 +72,15 @@ def test_rule_fulfils_the_contract(rule: Strategy) -> None:
     check_strategy(rule, arrivals=150)
 
 
+def test_ringmaster_is_fedbuff_without_a_buffer() -> None:
+    _, found = played(RingmasterSettings(max_staleness=2, server_lr=0.7))
+    _, wanted = played(FedBuffSettings(buffer_size=1, max_staleness=2, server_lr=0.7))
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
 def test_a_round_of_ringleader_told() -> None:
     """Three devices; the first one is fast, and the last one slow."""
-    rule, now = RingleaderSettings().build(3), State(0, model_of(LAYOUT))
+    rule, now = RingleaderSettings(server_lr=1.0).build(3), State(0, model_of(LAYOUT))
 
     def comes(device: int, delta: float) -> tuple[str, float]:
         nonlocal now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedstream.strategies.staleness import Constant
 from fedstream.updater.commit import Commits
 from fedstream.updater.state import RunState
 from tests.support import Hand, context, running, wait_until
-from tests.updater.journalled import HALF, records
+from tests.updater.journalled import HALF, backed_up, go_back, records
 
 ADAPTS = FedAsyncSettings(alpha=0.5, staleness=Constant(), adapt=Adapt(least=0.1, most=0.8))
 
@@ -147,6 +148,61 @@ async def test_an_emptied_redis_learns_the_scale_again(
     assert head is not None
     assert head.step == StepSize("alpha", 0.25, 0.5)
     assert weights(folder) == [0.5, 0.25]
+
+
+async def test_versions_that_the_journal_lost_are_made_again_at_their_scales(
+    make: Any, hand: Hand, client: Client, folder: Path
+) -> None:
+    """Nothing was synced, so the queue still has the change in its place between the updates."""
+    aside, lazily = folder.with_name("aside"), {"sync": "interval", "sync_s": 1000.0}
+    async with running(make(ADAPTS, **lazily), context()):
+        await hand.join()
+        shutil.copytree(folder, aside)
+        for value in (4.0, 8.0):
+            version = await hand.version()
+            await hand.admitted(value)
+            await hand.reaches(version + 1)
+            await hand.ledger.propose(
+                StepProposed(at=version + 1, scale=0.5 + version, metric="loss")
+            )
+        await wait_until(lambda: is_at(hand, 1.5))
+        before, backup = await hand.ledger.head(), await backed_up(client)
+    shutil.rmtree(folder)
+    shutil.move(aside, folder)
+    await go_back(client, backup)
+    async with running(make(ADAPTS, **lazily), context()):
+        await hand.join()
+        await wait_until(lambda: is_at(hand, 1.5))
+        await update(hand, 1.0)
+    assert weights(folder) == [0.5, 0.25, 0.75]
+    assert scales(folder) == [(1, 0.5, 0.25), (2, 1.5, 0.75)]
+    assert before is not None
+    with Replayer(folder) as replayer:
+        digests = [moment.message.digest for moment in replayer if moment.message.digest]
+    assert digests[1] == before.digest
+
+
+async def test_an_adopted_run_goes_on_at_the_scale_of_its_head(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    aside = folder.with_name("aside")
+    async with running(make(ADAPTS), context()):
+        await hand.join()
+        await update(hand, 4.0)
+        shutil.copytree(folder, aside)
+        await propose(hand, 1, 0.5)
+        await update(hand, 4.0)
+    shutil.rmtree(folder)
+    shutil.move(aside, folder)
+    async with running(make(ADAPTS, adopt=True, lease_s=0.4), context()):
+        await wait_until(lambda: len([*folder.glob("*.journal")]) == 3)  # recovered and adopted
+        await update(hand, 4.0)
+    assert weights(folder) == [0.5, 0.25]
+
+
+async def is_at(hand: Hand, scale: float) -> bool:
+    head = await hand.ledger.head()
+    return head is not None and head.step is not None and head.step.scale == scale
 
 
 async def test_every_segment_of_a_rule_that_adapts_says_so(

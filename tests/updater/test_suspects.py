@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedstream.core.errors import ConfigError
 from fedstream.core.messages import Event
 from fedstream.journal import Taken
 from fedstream.journal.replay import Replayer
@@ -15,7 +16,7 @@ from fedstream.strategies import AflGuardSettings, FedBuffSettings
 from fedstream.updater.state import Change
 from fedstream.updater.suspects import Suspicions
 from tests.support import Hand, context, running, wait_until
-from tests.updater.journalled import reasons, records
+from tests.updater.journalled import fails, reasons, records
 from tests.updater.states import applied, state_of
 
 MEDIAN = FedBuffSettings(buffer_size=3, aggregate="median")
@@ -131,3 +132,13 @@ def test_nothing_is_counted_unless_asked() -> None:
     suspicions = Suspicions(0)
     assert suspicions.after(change(3), state_of(5)) is None
     assert not suspicions.counts
+
+
+async def test_a_run_cannot_change_what_is_made_of_its_updates(make: Any, hand: Hand) -> None:
+    """The updates that the median needs were not kept."""
+    async with running(make(FedBuffSettings(buffer_size=3)), context()):
+        await hand.join()
+        await answer(hand, 1, 1.0)
+        await wait_until(hand.queue_is_empty)
+    updater = make(MEDIAN, name="updater-1", lease_s=1.0)
+    await fails(updater, ConfigError, r"\(no vectors, not update 1 and update 2 and update 3\)")

@@ -464,7 +464,7 @@ def test_keys_have_values_defaults_and_what_is_written_below_them() -> None:
             "clip",
             "number > 0 or none",
             "none",
-            "S: a longer delta is shortened to S min(1, S / |x_new - x_tau|)",
+            "S, the length to which a longer x_new - x_tau is shortened",
         ),
         Key("buffer_size", "integer >= 1", "10", "K, the updates in a version"),
         Key("usual", "number > 0, <= 2", "1.0", "Samples of a device, as usual."),

@@ -21,7 +21,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.app import status
 from fedstream.core.messages import Encoded
-from fedstream.core.records import Best, Failing, Head, PrivacyLoss
+from fedstream.core.records import Best, Failing, Head, PrivacyLoss, StepSize
 from fedstream.history import display, observer, top
 from fedstream.history import status as page
 from fedstream.history.live.panels import headline_facts
@@ -259,6 +259,19 @@ def test_private_runs_epsilon_is_shown_wherever_the_run_is() -> None:
     assert headline_facts(snapshot(head_privacy=unnoised))[-2][0] == "sums opened"
     plain = status("demo", view()) | {"register": {}}
     assert "privacy" not in text_of(page.page(plain))
+
+
+def test_adapted_rate_is_shown_wherever_the_run_is() -> None:
+    """By status, also of a coordinator over HTTP, by top and on the page; else nowhere."""
+    step, said = StepSize("alpha", 0.8, 2.0), "0.8, adapted by 2"
+    seen = view(head=replace(view().head, step=step))
+    about = json.loads(json.dumps(status("demo", seen) | {"register": {}}))
+    assert about["step"] == {"key": "alpha", "rate": 0.8, "scale": 2.0}
+    for picture in (page.page(about), top.frame(seen, History(), {}, {}, CREATED)):
+        assert f"alpha {said}" in " ".join(text_of(picture).split())
+    assert ("alpha", said) in headline_facts(snapshot(head_step=step))
+    older = {key: value for key, value in about.items() if key != "step"}
+    assert "alpha" not in text_of(page.page(older))
 
 
 def test_status_names_the_best_version() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedstream.journal import Segment
-from fedstream.strategies import FedAvgSettings
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings
+from fedstream.strategies.adapt import Adapt
 from tests.fedstream.history.scribes import (
     FIRST,
     SECOND,
@@ -115,6 +116,19 @@ def test_unknown_device_is_reported(journal: Command, tmp_path: Path) -> None:
     code, out, said = journal("show", tmp_path, "--device", 99, "--json")
     assert (code, out) == (1, "")
     assert said == f"fedstream: {tmp_path}: device 99 never took part (the run has 10 devices)\n"
+
+
+def test_a_change_of_the_step_is_shown_with_its_scores(journal: Command, tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "journal", FedAsyncSettings(adapt=Adapt()))
+    scribe.update()
+    scribe.scale_step(0.5)
+    scribe.update()
+    scribe.close()
+    _, out, _ = journal("show", tmp_path)
+    assert "alpha 0.2: loss" in out
+    _, out, _ = journal("show", tmp_path, "--json")
+    [found] = [one for line in out.splitlines() if (one := json.loads(line)).get("at")]
+    assert (found["kind"], found["scale"], found["rate"]) == ("step_scaled", 0.5, 0.2)
 
 
 def quarantines(folder: Path) -> None:

@@ -147,6 +147,7 @@ def test_devices_are_listed_by_what_the_events_say() -> None:
         ended(2, "buffered", 6.0),
         ended(1, "refused", 5.0),
         ended(4, "dead", 4.0),
+        Event(what="suspect", service="u", time=3.5, device=7),
         Event(what="trainer", service="t", time=3.0, device=6),
     ]
     found = devices.listed(NO_QUARANTINES.quarantined([2, 5], "", 1.5, 0), events)
@@ -154,8 +155,10 @@ def test_devices_are_listed_by_what_the_events_say() -> None:
         (2, 2, 0, 8.0),
         (5, 0, 0, None),
         (1, 0, 2, 7.0),
+        (7, 0, 0, None),
         (4, 0, 0, None),
     ]
+    assert [one.device for one in found.found if one.suspected] == [7]
     assert found.since == 3.0
 
 

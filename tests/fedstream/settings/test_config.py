@@ -79,6 +79,7 @@ TEXTS = {
     "page.operator_username",
     "tracing.endpoint",
     "strategy.name",
+    "strategy.adapt.metric",
     "coordinator.sites",
     "coordinator.trusted_sites",
     "gateway.site",

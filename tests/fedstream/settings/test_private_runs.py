@@ -62,6 +62,10 @@ def test_afa_cd_divides_by_one_learning_rate_and_number_of_steps(private: list[s
             "journal.weights = false in a private run",
         ),
         (
+            ["strategy.adapt.every=20"],
+            "strategy.adapt in a private run",
+        ),
+        (
             ["journal.sync=never"],
             "journal.sync = 'never' in a private run",
         ),

@@ -355,6 +355,9 @@ def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> 
         ("strategy.name=scaffold",),
         ("solver.kind=scaffold",),
         ("strategy.name=fedasync", "scheduler.policy.kind=rounds"),
+        ("strategy.cancel_stale=true",),
+        ("strategy.name=fedavg", "strategy.cancel_stale=true"),
+        ("strategy.name=fedbuff", "strategy.cancel_stale=true", "scheduler.policy.kind=rounds"),
         ("strategy.name=afa-cs", "strategy.devices=10", "task.devices=9"),
     ],
 )

@@ -124,6 +124,16 @@ def test_run_learns_and_its_journal_replays(rule: str, tmp_path: Path) -> None:
     assert last == 12
 
 
+def test_cancelled_tasks_are_counted() -> None:
+    """The slow device works all the time, and its tasks end two versions after they began."""
+    found = run(*RULES["ringmaster"], "devices.slow_factor=1000")
+    assert found.refused == {}
+    assert found.given_up == {"became too stale": found.given_up["became too stale"]}
+    assert 1 <= found.given_up["became too stale"] <= 12
+    waited = run(*RULES["ringmaster"], "strategy.cancel_stale=false")
+    assert waited.given_up == {}
+
+
 @pytest.mark.parametrize("rule", ["fedbuff", "basgd", "ringleader"])
 def test_plan_knows_which_updates_make_versions(rule: str) -> None:
     """Devices start from what is the newest version then, and not from what a plan takes for it."""
@@ -371,14 +381,27 @@ def test_simulation_can_be_stopped() -> None:
     assert 0 < found.versions[-1].version < 1000
 
 
-def test_lower_precision_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.Linear(5, 3),
+        lambda: nn.Sequential(
+            *(nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 6, 3, padding=1), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(30, 3)),
+        ),
+    ],
+    ids=["linear", "convolution"],
+)
+def test_lower_precision_costs_little(
+    module: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bfloat16 trains from the weights as they are in every step, not as they were in the first."""
     ticks = accumulate(1 / n for n in range(1, 10**3))  # the second of two steps is the faster
     monkeypatch.setattr(
         "fedstream.trainer.precision.time", SimpleNamespace(perf_counter=lambda: next(ticks))
     )
-    exact = run("run.versions=60", "simulation.batched=false")
-    rough = run("run.versions=60", "solver.precision=bf16")
+    exact = run("run.versions=60", "simulation.batched=false", task=Small(module))
+    rough = run("run.versions=60", "solver.precision=bf16", task=Small(module))
     assert exact.model.digest() != rough.model.digest()
     assert abs(exact.last() - rough.last()) < 0.05
 

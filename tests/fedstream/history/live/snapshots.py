@@ -50,6 +50,7 @@ def snapshot(**given: Any) -> Snapshot:
         "made": made((NOW - 3, NOW - 2, NOW - 1)),
         "gauged": gauged(seconds=60),
         "told": (),
+        "suspects": {},
     }
     seen = view(now=NOW)
     tally = Tally(**{one.name: getattr(seen, one.name) for one in dataclass_fields(Tally)})

@@ -85,6 +85,18 @@ async def test_outcomes_with_what_their_version_says_of_them(client: Client, han
     assert (await looking.look()).told == snapshot.told
 
 
+async def test_suspects_are_counted_by_device(client: Client, hand: Hand) -> None:
+    looking = collector(client, hand.keys)
+    await hand.create()
+    for device in (3, 4, 3):
+        await hand.ledger.tell(
+            Event(what="suspect", service="updater", time=2.0, device=device, version=1)
+        )
+    snapshot = await looking.look()
+    assert snapshot.suspects == {3: 2, 4: 1}
+    assert event_line(snapshot.told[-1])[1:] == ("suspect", "updater · device 3 · version 1")
+
+
 async def test_foreign_events_and_register_entries_do_no_harm(client: Client, hand: Hand) -> None:
     looking = collector(client, hand.keys)
     await hand.create()

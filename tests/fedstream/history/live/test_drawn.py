@@ -14,6 +14,7 @@ from fedstream.history.live.panels import (
     PANELS,
     curves_of,
     device_table,
+    devices_html,
     headline_facts,
     headline_html,
     staleness_html,
@@ -36,6 +37,13 @@ def test_the_headline_names_failing_devices() -> None:
     assert "failing and resting" not in headline_html(snapshot())
     text = headline_html(snapshot(failing={3: Failing(6, 1.0, "raised OSError")}))
     assert "device 3 failed 6 tasks in a row (raised OSError)" in text
+
+
+def test_suspects_are_named_above_the_devices_table() -> None:
+    """Most suspicions first; nothing is said if there are none."""
+    assert "Suspects" not in devices_html(snapshot())
+    text = devices_html(snapshot(suspects={7: 1, 3: 12}))
+    assert "device 3 (12 times), device 7 (1 time)." in text
 
 
 def test_foreign_text_is_escaped() -> None:

@@ -1,0 +1,122 @@
+"""The page of all papers' experiments: every claim beside its verdict, its pictures and its runs.
+
+``python -m experiments --page`` writes it from the results that are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.reproduction import Experiment, JudgedClaim, Results
+from experiments.running import ABOUT, Store
+from experiments.showing import DIFFERENCES, TABLE, beyond, judged, length
+from fedstream.history.display import duration
+
+PAGE = "README.md"
+OWN = "this project's own"  # sources of experiments that repeat no paper
+_VERDICTS = ("held", "did not hold", "not tested")
+
+_ABOUT = """\
+# The papers' claims, and what was measured
+
+`python -m experiments --page` writes this page from the results in these folders. A claim *held* or
+*did not hold* where at least five repeats decide it by more than two standard errors, else it is
+*not tested*: [the rule](../README.md#results). The theorems are in [theory](../theory/README.md).
+
+Numbers to compare with: AFL's tables give the accuracy of every cell, and `differences.png` shows
+what was measured less the paper's number. No value of a figure can be read off: the texts have the
+figures' captions, not their curves. So FedAsync's experiments, which are all figures, and AFL's
+figures are judged by what the texts claim about them.
+"""
+
+
+def page(known: Mapping[str, Experiment], folder: Path) -> str:
+    """The page in Markdown. ``folder``: where each experiment has a folder of results."""
+    shown = {
+        name: (experiment, Store(folder / name).results())
+        for name, experiment in known.items()
+        if not experiment.source.startswith(OWN)
+    }
+    contents = [
+        "| experiment | source | length | held | did not hold | not tested |",
+        "|---|---|---|---|---|---|",
+    ]
+    parts = []
+    for name, (experiment, results) in shown.items():
+        claims, why_not = judged(experiment, results)
+        counts = Counter(claim.short for claim in claims)
+        contents.append(
+            _row(
+                f"[{experiment.title}](#{name})",
+                experiment.source,
+                length(experiment, results) if results.rows else "not run",
+                *(counts[verdict] for verdict in _VERDICTS),
+            )
+        )
+        parts += ["", *_part(name, experiment, results, claims, why_not, folder)]
+    return "\n".join((_ABOUT, *contents, *parts)) + "\n"
+
+
+def _part(
+    name: str,
+    experiment: Experiment,
+    results: Results,
+    claims: list[JudgedClaim],
+    why_not: str,
+    folder: Path,
+) -> list[str]:
+    """An experiment: its claims, pictures and runs."""
+    lines = [f"## {name}", "", f"{experiment.title}: [every cell]({name}/{TABLE})."]
+    numbered = [c for c in experiment.cells if c.paper is not None and results.of(c.label)]
+    if numbered and experiment.tolerance is not None and results.scale == 1:
+        near = len(numbered) - len(beyond(experiment, results))
+        lines.append(
+            f"{near} of {len(numbered)} cells are within {experiment.tolerance:g} of the paper's "
+            "numbers."
+        )
+    if results.scale > 1:
+        lines.append(f"At T / {results.scale:g}, a verdict is of the run's beginning.")
+    lines.append("")
+    if claims:
+        lines += ["| verdict | claim | measured |", "|---|---|---|"]
+        lines += [_row(claim.verdict, claim.claim, claim.seen) for claim in claims]
+    else:
+        lines.append(why_not)
+    files = [picture.file for picture in experiment.pictures] + [DIFFERENCES]
+    pictures = [file for file in files if (folder / name / file).is_file()]
+    lines += ["", *(f"![{name}: {file}]({name}/{file})" for file in pictures)]
+    return [*lines, "", *_runs(folder / name / ABOUT)]
+
+
+def _runs(about: Path) -> list[str]:
+    """The commands that ran something, with their time and machine; equal ones are one line."""
+    if not about.is_file():
+        return ["Not run."]
+    calls: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for call in json.loads(about.read_text())["calls"]:
+        of = call["machine"]
+        machine = f"{of['processor']}, {of['cores']} cores, torch {of['torch']}"
+        calls.setdefault((call["command"], machine), []).append(call)
+    lines = ["| command | from | runs | time | processes | machine |", "|---|---|---|---|---|---|"]
+    for (command, machine), found in calls.items():
+        runs, seconds = (sum(call[key] for call in found) for key in ("runs", "seconds"))
+        first = found[0]
+        lines.append(
+            _row(
+                f"`{command}`",
+                first["date"][:10],
+                runs,
+                duration(seconds),
+                first["processes"],
+                machine,
+            )
+        )
+    return lines
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
