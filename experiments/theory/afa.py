@@ -154,7 +154,7 @@ def measure(
     average: float = 40.0,
     settle: float = 180.0,
     repeats: int = 5,
-    side_by_side: int = 8,
+    side_by_side: int = 24,
 ) -> Measured:
     """What is predicted; in every repeat, the floors of AFA-CD and AFA-CS, and where AFA-CS stalls.
 
