@@ -5,7 +5,8 @@
 
 10 of 100 devices of FedAsync's CIFAR-10 take an epoch of 10 steps of 50 images in each round, in
 bfloat16 with the channels last and one thread, as in benchmarks.convolution; processor time counts.
-FEDSTREAM_DATA must contain CIFAR-10. FLSim 0.1.0 fails to import on Python 3.11.
+FEDSTREAM_DATA must contain CIFAR-10. FLSim 0.1.0 cannot be measured: it fails to import on Python
+3.11 (a mutable default of a dataclass).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def main() -> None:
         [
             "# Rounds in pfl",
             "",
-            "`python -m benchmarks.pfl_rounds`: FedAvg in pfl 0.6.0 beside the fastest plain loop,",
+            "`benchmarks/pfl_rounds.py`: FedAvg in pfl 0.6.0 beside the fastest plain loop,",
             "FedAsync's network for CIFAR-10, bf16 with the channels last; processor time.",
             "",
             conditions(machine.described()) + f"; load {load:.1f}",

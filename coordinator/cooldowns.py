@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Container
+
+from fedstream.core import reasons
 
 FIRST_REST_S, LONGEST_REST_S = 2.0, 300.0  # also in broker/lua/prelude.lua
 _LEAST_FAILED = 5  # tasks in a row
 _MOST_TRIED = 30  # devices
+_MOST_REFUSED = 100  # updates in a row
 
 
 def rest_after(failures: int) -> float:
@@ -34,6 +38,15 @@ def no_device_works(failed: int, tried: int, devices: int) -> str:
     if failed < _LEAST_FAILED or tried < max(1, min(devices, _MOST_TRIED)):
         return ""
     return f"no device works: {failed} tasks in a row failed, on {tried} of {devices} devices"
+
+
+def most_refused(why: Container[str], devices: int) -> int:
+    """The refused updates in a row after which a run has failed, as its model doesn't change.
+
+    ``why``: the reasons of refusals so far. Until the first answer of a root device all others are
+    refused, and its turn may take several times as many tasks as there are ``devices``.
+    """
+    return max(_MOST_REFUSED, 10 * devices) if reasons.NO_ROOT in why else _MOST_REFUSED
 
 
 class Cooldowns:

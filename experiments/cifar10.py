@@ -2,15 +2,14 @@
 
 ``fedasync-cifar10`` (at ``--scale 20``) and ``afl-cifar10`` (at ``--scale 500``) show how training
 begins. ``-full`` and ``-1000`` are long enough to judge, and train in bfloat16 where that is
-faster. On a core with AVX-512's bfloat16 a run of them takes about 40 min and 55 min (a step of
-FedAsync's network 105 ms, of AFL's 115 ms), so all runs 50 and 37 core-hours; an interrupted
+faster. On a core with AVX-512's bfloat16 a run of them takes about 40 min and 57 min (a step of
+FedAsync's network 105 ms, of AFL's 130 ms), so all runs 50 and 38 core-hours; an interrupted
 command continues within a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
@@ -33,9 +32,6 @@ from experiments.reproduction import (
 from fedstream.trainer.images import cifar10_fedasync
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
-
-if TYPE_CHECKING:
-    pass
 
 _TESTED = 2_000
 

@@ -64,12 +64,13 @@ class Scorer:
         """
         if rule.adapt is None:
             return None
+        now = rule.bounded(run.scale)
         scores = tuple(
-            (scale, self._score(windows.at(scale / run.scale)))
-            for scale in rule.adapt.tried(rule.step_rate, run.scale)
+            (scale, self._score(windows.at(scale / now)))
+            for scale in rule.adapt.tried(rule.step_rate, now)
         )
         best = best_scale(scores, self._goal)
-        if best is None or best == run.scale:
+        if best is None or best == now:
             return None
         return StepProposed(at=run.state.version, scale=best, metric=self._metric, scores=scores)
 

@@ -416,11 +416,11 @@ class Decider:
         void = Change(entry.id, None, (), before)
         if rule.adapt is None or state.is_over:
             return void
-        scale = rule.adapt.bounded(rule.step_rate, proposed.scale)
+        now, scale = rule.bounded(before.scale), rule.bounded(proposed.scale)
         known = before.scaled_at < proposed.at <= state.version
-        if not known or scale == before.scale or state.ends.obeyed(entry.id):
+        if not known or scale == now or state.ends.obeyed(entry.id):
             return void
-        was, rate = rule.step_rate * before.scale, rule.step_rate * scale
+        was, rate = rule.step_rate * now, rule.step_rate * scale
         record = StepScaled(
             entry=entry.id,
             at=proposed.at,

@@ -162,7 +162,8 @@ def step_size(rule: Strategy, progress: Progress) -> StepSize | None:
     """The length of the rule's steps; None if it does not adapt."""
     if rule.adapt is None:
         return None
-    return StepSize(rule.step_key, rule.step_rate * progress.scale, progress.scale)
+    scale = rule.bounded(progress.scale)
+    return StepSize(rule.step_key, rule.step_rate * scale, scale)
 
 
 @dataclass(frozen=True, kw_only=True)

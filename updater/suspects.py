@@ -19,7 +19,7 @@ class Suspicions:
     version that has updates of it, none of which stood out.
     """
 
-    most: int  # that are tolerated before the quarantine; 0: any number
+    limit: int  # so many in a row lead to the quarantine; 0: none does
     counts: Counter[int] = field(default_factory=Counter)
     recent: set[int] = field(default_factory=set)  # named since the last version
 
@@ -28,7 +28,7 @@ class Suspicions:
 
         ``state``: the run after the change.
         """
-        if not self.most:
+        if not self.limit:
             return None
         self.counts.update(change.suspects)
         self.recent.update(change.suspects)
@@ -37,5 +37,5 @@ class Suspicions:
                 del self.counts[device]
             self.recent.clear()
         known = state.quarantines.by_device
-        due = [d for d in change.suspects if self.counts[d] >= self.most and d not in known]
+        due = [d for d in change.suspects if self.counts[d] >= self.limit and d not in known]
         return SetQuarantine(devices=tuple(due[:QUARANTINED]), why=_WHY) if due else None

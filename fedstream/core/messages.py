@@ -464,7 +464,8 @@ class Event(Message):
     """An event for observers. ``what`` determines which fields are set."""
 
     kind: ClassVar[str] = "event"
-    what: Name  # outcome, stray, evaluation, devices_evaluated, step_scaled, trainer, run, error
+    # outcome, stray, evaluation, devices_evaluated, step_scaled, suspect, trainer, run, error
+    what: Name
     service: Name
     time: float
     task: str | None = None

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedstream.coordinator.cooldowns import no_device_works
+from fedstream.coordinator.cooldowns import most_refused, no_device_works
 from fedstream.core.messages import POOL, Event
 from fedstream.core.records import Tally
 from fedstream.history.display import failing
 from fedstream.history.timeline import History
 from fedstream.runtime.process import INTERRUPTED
 
-# Counted in the pool only: a site must not end the operator's run.
-_MOST_REFUSED = 100  # updates in a row, so that the model doesn't change
 _MEASURED_WITHIN_S = 120.0  # time limit for evaluating the last version
 
 
@@ -55,9 +53,9 @@ def ending(
     tried = len(history.failed_devices - view.head.quarantines.by_device.keys())
     if why := no_device_works(history.failed, tried, view.askable):
         return Ending("failed", f"{why}: {_last_error(history.errors)}")
-    if history.refused >= _MOST_REFUSED:
-        reasons = ", ".join(view.reasons("refused"))
-        why = f"{history.refused} updates in a row were refused ({reasons})"
+    # Counted in the pool only: a site must not end the operator's run.
+    if history.refused >= most_refused(refused := view.reasons("refused"), view.run.devices):
+        why = f"{history.refused} updates in a row were refused ({', '.join(refused)})"
         return Ending("failed", f"{why}: the model can't make progress")
     if view.run.state != "finished":
         return None

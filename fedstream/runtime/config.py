@@ -480,7 +480,9 @@ class _Wrong:
         allowed = [name for one in self.holder if _is_model(one) for name in one.model_fields]
         hint = did_you_mean(str(key), allowed, lambda near: _dotted([*self.at, *table, near]))
         elsewhere = sorted({_dotted([*self.at, *at]) for at in _places([self.schema], str(key))})
-        if not hint and 0 < len(elsewhere) <= _MOST_PLACES:
+        # A key of another kind of this table has this very place.
+        is_elsewhere = _dotted([*self.at, *self.key]) not in elsewhere
+        if not hint and is_elsewhere and 0 < len(elsewhere) <= _MOST_PLACES:
             hint = f"; did you mean {' or '.join(elsewhere)}?"
         return f"unknown key{hint or '; allowed here: ' + ', '.join(allowed)}"
 

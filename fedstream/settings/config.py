@@ -191,8 +191,8 @@ class Settings(Section):
         rule = self.strategy
         if rule.rounds == "never":
             raise ValueError(
-                f"scheduler.policy.kind = 'rounds' needs a strategy with a batch, such as "
-                f"strategy.name = 'fedavg', not {rule.name!r}"
+                f"scheduler.policy.kind = 'rounds' is not for strategy.name = {rule.name!r}: "
+                "choose one that makes versions of rounds, such as fedavg or fedbuff"
             )
         if policy.k is not None and policy.k < rule.batch:
             raise ValueError(

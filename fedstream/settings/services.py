@@ -84,6 +84,7 @@ def devices_of(settings: Settings, task: Task) -> int:
             f"strategy.devices = {strategy.remembered}, but the run has {devices} devices "
             "(task.devices): leave out strategy.devices"
         )
+    strategy.build(devices)  # raises ConfigError if the rule can't work with so many
     if max(slow, default=0) >= devices:
         raise ConfigError(
             f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}: the run's "

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedstream.coordinator.cooldowns import no_device_works
+from fedstream.coordinator.cooldowns import most_refused, no_device_works
 from fedstream.core import reasons
 from fedstream.core.errors import ConfigError, DataError
 from fedstream.core.layout import Layout, Model
@@ -48,28 +48,19 @@ _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str] 
 
 _NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals searched for ones that can be trained together
-_MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 _SAVE_S = 300.0  # between two checkpoints
-_SAVED = (  # in a checkpoint: what the rest of the run depends on, except the settings
-    "_failed",
-    "_progress",
-    "_digest",
-    "_transport",
-    "_models",
-    "_ahead",
-    "_taken",
-    "_trained",
-    "_entries",
-    "_streak",
-    "_refused",
-    "_given_up",
-    "_failing",
-    "_in_a_row",
-    "_cost",
-    "_measuring",
-    "_versions",
-    "_seconds",
-)
+_MADE_ANEW = {  # after a restart; everything else is in the checkpoint
+    "_settings",
+    "_on_version",
+    "_on_error",
+    "_plan",
+    "_strategy",
+    "_training",
+    "_measure",
+    "_scorer",
+    "_journal",
+    "_checkpoint",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +341,7 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
+        self._windows = Windows(1)  # unused if the rule does not adapt
         if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
             self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)
@@ -431,15 +423,20 @@ class _Simulation:
     # the checkpoint
 
     def _save(self, checkpoint: Path) -> None:
-        state = {name: getattr(self, name) for name in _SAVED}
+        state = {name: one for name, one in vars(self).items() if name not in _MADE_ANEW}
         new = checkpoint.with_name(f"{checkpoint.name}.new")
         with new.open("wb") as file:
             pickle.dump((state, self._training.local), file)
         new.replace(checkpoint)
 
     def _restore(self, checkpoint: Path) -> None:
-        with checkpoint.open("rb") as file:
-            state, self._training.local = pickle.load(file)  # noqa: S301  (the user's own file)
+        try:
+            state, self._training.local = pickle.loads(checkpoint.read_bytes())  # noqa: S301  (own)
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise ConfigError(
+                f"{checkpoint} is damaged, or of another release: delete it to start anew "
+                f"({words(error)})"
+            ) from error
         vars(self).update(state)
         if self._is_planned:
             self._plan = self._planned()
@@ -618,7 +615,7 @@ class _Simulation:
         if self._journal is not None:
             version = self._progress.state.version
             self._journal.refused(upload, reason, version, self._happened(None, at), sizes)
-        if self._streak >= _MOST_REFUSED:
+        if self._streak >= most_refused(self._refused, self._devices):
             self._ending = "failed", f"{self._streak} updates in a row were refused ({reason})"
 
     def _end_round(self, over: RoundOver) -> None:

@@ -56,6 +56,11 @@ class AflGuardSettings(FedBuffSettings):
                 f"strategy.root = {list(self.root)}: there is no device {max(self.root)}: the "
                 f"run's {devices} devices (task.devices) are numbered from 0"
             )
+        if 0 < devices == len(set(self.root)):
+            raise ConfigError(
+                f"strategy.root = {list(self.root)}: all {devices} devices (task.devices) judge "
+                "the others, so none is left to make versions: name fewer"
+            )
         return self
 
     def completes(self, arrived: dict[int, int], device: int) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Sends
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.mixing import mix
 from fedstream.strategies.staleness import AlphaSchedule, ConstantAlpha, Polynomial, Staleness
 from fedstream.strategies.strategy import Decision, InRounds, State, Strategy, Update
@@ -47,6 +48,13 @@ class FedAsyncSettings(Mixing):
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.4
     alpha_schedule: AlphaSchedule = ConstantAlpha()
     staleness: Staleness = Polynomial()
+
+    @field_validator("adapt")
+    @classmethod
+    def _within_alpha(cls, adapt: Adapt | None) -> Adapt | None:
+        if adapt is not None and adapt.most > 1:
+            raise ValueError(f"most = {adapt.most:g}: alpha is at most 1, the device's model alone")
+        return adapt
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """a_t for an update that makes the next version."""

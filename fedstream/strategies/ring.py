@@ -78,6 +78,16 @@ class RingleaderSettings(Caching):
         """Leave all as it is, since a version needs an update of each device."""
         return state
 
+    def begin(self, total: Model, vectors: DeviceVectors | None) -> None:
+        """Begin with the sum of this round's means; vectors without a number are of earlier ones.
+
+        If the sum was lost in the second phase, the means for the next round stand in for lost
+        ones.
+        """
+        Batch.begin(self, total, vectors)
+        if vectors is not None:
+            add_up(vectors, vectors.numbers, total)
+
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors:

@@ -150,7 +150,7 @@ class Strategy(NamedSettings):
         if not self.adapt.least <= self.step_rate <= self.adapt.most:
             raise ValueError(
                 f"adapt: {self.step_key} = {self.step_rate:g} is not between least = "
-                f"{self.adapt.least:g} and most = {self.adapt.most:g}"
+                f"{self.adapt.least:g} and most = {self.adapt.most:g}: set bounds around it"
             )
         return self
 
@@ -159,11 +159,18 @@ class Strategy(NamedSettings):
         """The value of ``step_key``, the length of a step."""
         return float(getattr(self, self.step_key))
 
+    def bounded(self, scale: float) -> float:
+        """The scale nearest to ``scale`` within the bounds of ``adapt``; 1 if it doesn't adapt.
+
+        A run that goes on with another rate or other bounds may have left an earlier scale.
+        """
+        return 1.0 if self.adapt is None else self.adapt.bounded(self.step_rate, scale)
+
     def scaled(self, scale: float) -> Self:
-        """The rule with steps of ``scale`` times the length; this one if it doesn't adapt."""
-        if scale == 1.0 or self.adapt is None:
+        """The rule with steps of ``scale`` times the length, as :meth:`bounded`."""
+        if (bounded := self.bounded(scale)) == 1.0:
             return self
-        return self.model_copy(update={self.step_key: self.step_rate * scale})
+        return self.model_copy(update={self.step_key: self.step_rate * bounded})
 
     @property
     def batch(self) -> int:

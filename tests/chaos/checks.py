@@ -112,12 +112,13 @@ def counted(facts: Facts) -> Iterator[str]:
 def told_as_counted(facts: Facts) -> Iterator[str]:
     """What a life of Redis counted one by one it told of, once a task, as the journal has it.
 
-    Where Redis fell back, a coordinator may end a task otherwise that is open there again, until
-    the updater takes that back, or Redis falls back once more.
+    A Redis that falls back may forget how a coordinator or the scheduler has ended a task, which is
+    open there again. Where it fell back, they may end a task otherwise than the journal, until the
+    updater takes that back.
     """
     records = {record["upload"]["task"]: record for record in facts.account.taken}
     for number, life in enumerate(facts.lives, 1):
-        fell_back_again = life.fell_back and number < len(facts.lives)
+        is_forgotten = number < len(facts.lives)  # the next life fell back
         if life.taken_back and not life.fell_back:
             yield f"life {number}: {life.taken_back[0]} was taken back, but Redis forgot nothing"
         events = Counter(event["outcome"] for event in life.ended)
@@ -135,7 +136,7 @@ def told_as_counted(facts: Facts) -> Iterator[str]:
             elif (
                 record is not None
                 and record["outcome"] != event["outcome"]
-                and not (fell_back_again and event.get("service") not in UPDATERS)
+                and not (is_forgotten and event.get("service") not in UPDATERS)
             ):
                 yield (
                     f"task {event['task']} was told as {event['outcome']}, journalled as "

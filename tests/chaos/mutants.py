@@ -239,7 +239,7 @@ MUTANTS = (
     ),
     Mutant(
         "a device's last gradient stays in the sum",
-        "fedstream/strategies/afa.py",
+        "fedstream/strategies/caches.py",
         "np.subtract(latest, last)",
         "latest",
         (Kind.KILL,),

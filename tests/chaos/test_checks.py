@@ -142,8 +142,10 @@ def test_wrong_history_is_found(right: Facts, check: str) -> None:
     assert check in failed(WRONG[check](right))
 
 
-def test_outcome_may_change_only_if_redis_falls_back_again(right: Facts) -> None:
-    """The task is open there, and a coordinator may give it up before the updater comes."""
+def test_outcome_may_change_only_if_redis_falls_back_later(right: Facts) -> None:
+    """The task is open again, and another attempt is answered; or a coordinator gives it up there,
+    before the updater comes.
+    """
     first, *rest = right.lives[0].ended
     given_up = {"task": first["task"], "outcome": "given_up", "service": "coordinator"}
     counted = right.lives[0].counted - Counter(applied=1) + Counter(given_up=1)
@@ -151,6 +153,9 @@ def test_outcome_may_change_only_if_redis_falls_back_again(right: Facts) -> None
     last = replace(right.lives[0], fell_back=True)
     assert failed(replace(right, lives=(right.lives[0], life, last))) == set()
     assert failed(replace(right, lives=(right.lives[0], life))) == {"told_as_counted"}
+    forgotten = replace(life, fell_back=False)
+    assert failed(replace(right, lives=(forgotten, last))) == set()
+    assert failed(replace(right, lives=(forgotten,))) == {"told_as_counted"}
     by_updater = replace(life, ended=[*rest, {**given_up, "service": "updater-1"}])
     assert failed(replace(right, lives=(right.lives[0], by_updater, last))) == {"told_as_counted"}
 

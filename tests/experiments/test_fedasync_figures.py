@@ -9,12 +9,14 @@ from types import MappingProxyType
 import numpy as np
 
 from experiments.fedasync_figures import label
-from experiments.reproduction import JudgedClaim, Results, Row, catalogue
+from experiments.reproduction import JudgedClaim, Points, Results, Row, Series, catalogue
 from experiments.showing import judged
 
 MNIST = catalogue()["fedasync-mnist"]
 POINTS, REPEATS = 41, 5
-SAWTOOTH = 0.002 * (-1.0) ** np.arange(POINTS)  # whose mean from any even point on is 0
+VERSIONS = np.linspace(0.0, 2000.0, POINTS)
+SPENT: Points = {"version": VERSIONS, "gradients": 12 * VERSIONS}
+SAWTOOTH: Series = np.where(np.arange(POINTS) % 2, -0.002, 0.002)  # mean 0 from 1 on
 
 # Accuracies with which every claim holds; the first pattern that fits a cell counts.
 AS_CLAIMED = {
@@ -42,18 +44,17 @@ def claims(
     changed: Mapping[str, float] = MappingProxyType({}), without: str = ""
 ) -> list[JudgedClaim]:
     """The claims where accuracies are as claimed, but for some; ``without``: a cell not run."""
-    rows, curves = [], {}
+    rows: list[Row] = []
+    curves: dict[tuple[str, int], Points] = {}
     levels = {**changed, **AS_CLAIMED, **changed}  # what changed comes first
     for cell in (one.label for one in MNIST.cells if one.label != without):
         level = next(of for pattern, of in levels.items() if fnmatchcase(cell, pattern))
-        values = level + SAWTOOTH * (not cell.startswith(STEADY))
-        versions = np.linspace(0.0, 2000.0, POINTS)
+        values: Series = level + SAWTOOTH * (not cell.startswith(STEADY))
         for repeat in range(REPEATS):
             rows.append(
                 Row(cell, repeat, 1.0, "", "finished", 1, 1, 1, 1.0, 2, 0, level, 1, level, 1.0)
             )
-            spent = {"version": versions, "gradients": 12 * versions}
-            curves[cell, repeat] = spent | {"accuracy": values, "loss": 1 - values}
+            curves[cell, repeat] = {**SPENT, "accuracy": values, "loss": 1 - values}
     found, why_not = judged(MNIST, Results(rows, curves, 1.0))
     assert not why_not
     return found

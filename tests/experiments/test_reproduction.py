@@ -293,6 +293,11 @@ def test_single_cell_with_a_given_first_seed(tiny: Experiment) -> None:
         wanted("slwo")
 
 
+def test_an_experiment_whose_cells_are_not_chosen_yet(tiny: Experiment, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiny has no cells yet: .* come first"):
+        run(replace(tiny, cells=()), tmp_path / "out")
+
+
 def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10, program="0123456789ab")
     assert {row.commit for row in results.rows} == {"0123456789ab"}

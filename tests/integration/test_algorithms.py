@@ -185,6 +185,28 @@ async def test_ringleader_agrees(
     agree(services, tmp_path / "journal")
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ("name=fedbuff", "aggregate=median", "buffer_size=3", "clip=0.5"),
+        ("name=basgd", "buckets=3"),
+        ("name=aflguard", "root=[0,1]", "radius=1.3"),
+    ],
+    ids=lambda rule: rule[0],
+)
+async def test_rules_that_resist_attackers_agree(
+    rule: tuple[str, ...], client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
+) -> None:
+    sets = (*(f"strategy.{key}" for key in rule), f"run.versions={VERSIONS}", SETS[-1])
+    async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
+        for trainer in ("ann", "bob"):
+            await services.start("trainer", trainer)
+        view = await finished(client, keys)
+    assert view.outcomes["applied"] == VERSIONS
+    assert view.outcomes["buffered"] > 0
+    agree(services, tmp_path / "journal")
+
+
 async def test_ringmaster_agrees_and_cancels_the_tasks_of_slow_devices(
     client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
 ) -> None:

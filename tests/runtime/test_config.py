@@ -205,6 +205,10 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
             "strategy.name: required with strategy.k; one of fedbuff",
         ),
         (
+            ("strategy.name=fedbuff", "strategy.alpha=0.5"),  # the other strategy's
+            "strategy.alpha = 0.5 (from --set): unknown key; allowed here: name, k",
+        ),
+        (
             ("policy.size=5", "policy.rate=1"),
             "policy.kind: required with policy.size; one of rounds",
         ),

@@ -203,6 +203,8 @@ def test_wrong_settings_are_named() -> None:
         FedAvgSettings(adapt=Adapt())
     with pytest.raises(ValidationError, match=r"alpha = 0.4 is not between least = 0.5"):
         FedAsyncSettings(alpha=0.4, adapt=Adapt(least=0.5))
+    with pytest.raises(ValidationError, match=r"most = 1\.5: alpha is at most 1"):
+        FedAsyncSettings(adapt=Adapt(most=1.5))
 
 
 def test_an_earlier_release_reads_a_rule_that_does_not_adapt() -> None:

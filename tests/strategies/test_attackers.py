@@ -216,6 +216,12 @@ def test_a_root_device_must_exist() -> None:
         AflGuardSettings(root=(0, 9)).build(9)
 
 
+def test_a_device_must_be_left_to_be_judged() -> None:
+    """Else the run would go on for ever at version 0."""
+    with pytest.raises(ConfigError, match=r"strategy.root = \[1, 0\]: all 2 devices .*name fewer"):
+        AflGuardSettings(root=(1, 0)).build(2)
+
+
 def test_root_updates_go_into_no_version_and_pile_up_nowhere() -> None:
     """They are in the memory only, however many come before the next version."""
     rule, progress = AflGuardSettings(), Progress(State(0, model_of(layout_of(2))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from fedstream.core.layout import Model
 from fedstream.strategies import (
     FedBuffSettings,
+    Memory,
     RingleaderSettings,
     RingmasterSettings,
     State,
@@ -76,6 +78,22 @@ def test_ringmaster_is_fedbuff_without_a_buffer() -> None:
     _, found = played(RingmasterSettings(max_staleness=2, server_lr=0.7))
     _, wanted = played(FedBuffSettings(buffer_size=1, max_staleness=2, server_lr=0.7))
     assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+def test_a_sum_lost_with_redis_is_made_again() -> None:
+    """The updater goes on with the devices' vectors alone, in the first phase of later rounds."""
+    rule, rng = RingleaderSettings(server_lr=1.0).build(M), np.random.default_rng(0)
+    kept, lost, losses = State(0, model_of(LAYOUT)), State(0, model_of(LAYOUT)), 0
+    for _ in range(400):
+        device, delta = int(rng.integers(M)), model_of(LAYOUT, *rng.standard_normal(WIDTH))
+        vectors = lost.memory.devices
+        if vectors and lost.version and not any(n % 2 for n in vectors.numbers.values()):
+            lost, losses = replace(lost, memory=Memory(devices=vectors)), losses + 1
+        kept, _ = rule.receive(kept, Update(delta, kept.version, device, 1, 1, 0.1), Model(LAYOUT))
+        lost, _ = rule.receive(lost, Update(delta, lost.version, device, 1, 1, 0.1), Model(LAYOUT))
+        assert lost.version == kept.version
+        np.testing.assert_allclose(lost.model.floats, kept.model.floats, rtol=1e-5, atol=1e-5)
+    assert losses > M
 
 
 def test_a_round_of_ringleader_told() -> None:

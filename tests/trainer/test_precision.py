@@ -21,7 +21,7 @@ from tests.trainer.test_parity import Kind, solver_of
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.data import Dataset
+    from torch.utils.data import Dataset, TensorDataset
 
     from fedstream.trainer.solvers import Trained, Work
 
@@ -44,7 +44,7 @@ class Timed(Kind):
         self.now += self.seconds[work.solver.precision] * (work.steps or 1)
         return super().train(model, data, work)
 
-    def device_data(self, device: int) -> Dataset[Any]:
+    def device_data(self, device: int) -> TensorDataset:
         return self.data
 
 

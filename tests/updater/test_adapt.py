@@ -151,9 +151,10 @@ async def test_an_emptied_redis_learns_the_scale_again(
 
 
 async def test_versions_that_the_journal_lost_are_made_again_at_their_scales(
-    make: Any, hand: Hand, client: Client, folder: Path
+    make: Any, hand: Hand, client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was synced, so the queue still has the change in its place between the updates."""
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 60_000)  # an idle updater syncs
     aside, lazily = folder.with_name("aside"), {"sync": "interval", "sync_s": 1000.0}
     async with running(make(ADAPTS, **lazily), context()):
         await hand.join()
@@ -200,6 +201,26 @@ async def test_an_adopted_run_goes_on_at_the_scale_of_its_head(
     assert weights(folder) == [0.5, 0.25]
 
 
+async def test_a_run_that_goes_on_with_another_alpha_keeps_within_the_bounds(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    """.5 was scaled by 1.6 to the bound; .7 is not scaled beyond it."""
+    async with running(make(ADAPTS), context()):
+        await hand.join()
+        await update(hand, 4.0)
+        await propose(hand, 1, 1.6)
+    larger = ADAPTS.model_copy(update={"alpha": 0.7})
+    async with running(make(larger, lease_s=0.4), context()):
+        await update(hand, 4.0)
+        head = await hand.ledger.head()
+        await propose(hand, 2, 9.0)
+    assert weights(folder) == [0.5, pytest.approx(0.8)]
+    assert head is not None
+    assert head.step is not None
+    assert head.step.rate == pytest.approx(0.8)
+    assert len(scales(folder)) == 1, "another proposal of the largest scale changes nothing"
+
+
 async def is_at(hand: Hand, scale: float) -> bool:
     head = await hand.ledger.head()
     return head is not None and head.step is not None and head.step.scale == scale
@@ -214,6 +235,7 @@ async def test_every_segment_of_a_rule_that_adapts_says_so(
         await update(hand, 4.0)
         await propose(hand, 1, 0.5)
         await update(hand, 4.0)
+        await wait_until(lambda: len([*folder.glob("*.journal")]) == 3)
     chain = segments(folder)
     assert {segment.head.needs for segment in chain} == {(STEP_SCALES,)}
     assert [segment.standing.scale for segment in chain] == [1.0, 1.0, 0.5]

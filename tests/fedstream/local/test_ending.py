@@ -99,6 +99,17 @@ def test_only_failures_of_the_pool_end_the_run(
     assert ending(history, seen, tested=True, finished_s=0.0) == Ending("failed", why)
 
 
+def test_a_run_waits_longer_for_its_root_device() -> None:
+    """Each of a hundred devices comes about ten times, before the root device is missed."""
+    seen = view({"refused": 999, "refused:no root update yet": 999})
+    seen = replace(seen, run=replace(seen.run, devices=100))
+    history = of(*10 * refusals("pool")[1:])
+    assert ending(history, seen, tested=True, finished_s=0.0) is None
+    for refused in refusals("pool")[:10]:
+        history.tell(refused)
+    assert ending(history, seen, tested=True, finished_s=0.0) is not None
+
+
 @pytest.mark.parametrize(
     ("devices", "failed", "fails"),
     [

@@ -41,6 +41,7 @@ def kill(made: VersionMade, _model: object) -> None:
         raise Killed
 
 
+ADAPTIVE = ("strategy.alpha=0.05", "strategy.adapt.every=2", "strategy.adapt.least=0.001")
 CLOCK = (
     "simulation.staleness.kind=latency",
     "scheduler.policy={kind='in_flight', n=3}",
@@ -49,10 +50,12 @@ CLOCK = (
 PARTLY = ("run.dry_step=false",)
 CASES: dict[str, tuple[tuple[str, ...], type[Small]]] = {
     **{name: (keys, Small) for name, keys in RULES.items()},
+    "adaptive": (ADAPTIVE, Small),
     "clock": (CLOCK, Small),
     "feedback": (("strategy.name=fedbuff", "wire.update=int4", "wire.model=int8"), Small),
     "local, failing": (("simulation.staleness.most=4", *PARTLY), Partly),
     "rounds, failing": ((*RULES["fedavg"], *PARTLY), Partly),
+    "adapting": (("strategy.adapt.every=3", "strategy.alpha=0.05"), Small),
 }
 
 
@@ -74,7 +77,7 @@ def test_a_killed_run_ends_as_it_would_have(
     )
     assert told == [*range(KILLED, VERSIONS + 1)]
     assert found.model.digest() == expected.model.digest()
-    assert found.versions == expected.versions
+    assert (found.versions, found.steps) == (expected.versions, expected.steps)
     assert (found.given_up, found.update_bytes) == (expected.given_up, expected.update_bytes)
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
 
@@ -102,6 +105,13 @@ def test_a_run_that_stops_early_remembers_its_best(
         run(*keys, checkpoint=file, on_version=killed)
     found = run(*keys, checkpoint=file)
     assert (found.why, found.versions) == (expected.why, expected.versions)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.checkpoint"
+    file.write_bytes(b"\x80\x05.")
+    with pytest.raises(ConfigError, match=r"a\.checkpoint is damaged, or of another release: del"):
+        run(checkpoint=file)
 
 
 def test_no_checkpoint_beside_a_journal(tmp_path: Path) -> None:

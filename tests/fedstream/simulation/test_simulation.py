@@ -527,6 +527,20 @@ def test_simulation_fails_if_no_device_works() -> None:
     assert run(*AFA, task=Raising(*range(1, DEVICES))).state == "finished"
 
 
+def test_a_simulation_waits_for_its_root_device() -> None:
+    """Device 0 is one of a hundred, and by chance the first hundred answers are of others."""
+
+    class Many(Small):
+        devices = 100
+
+        def device_data(self, device: int) -> TensorDataset:
+            return super().device_data(device % DEVICES)
+
+    found = run("strategy.name=aflguard", "strategy.radius=100", "run.seed=4", task=Many())
+    assert (found.state, found.why) == ("finished", "version 12 reached")
+    assert found.refused["no root update yet"] > 100
+
+
 class Untrainable(Small):
     def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
         raise IndexError("no device")
@@ -603,6 +617,8 @@ def test_error_of_a_task_names_the_device(task: Task, said: str) -> None:
     [
         (("strategy.name=afa-cs", "strategy.devices=4"), ("strategy.devices = 4", "has 6 devices")),
         ((*SCAFFOLD, "strategy.devices=7"), ("strategy.devices = 7", "has 6 devices")),
+        (("strategy.name=basgd", "strategy.buckets=7"), ("strategy.buckets = 7", "run's 6 ")),
+        (("strategy.name=aflguard", "strategy.root=[6]"), ("strategy.root", "no device 6")),
         (("devices.slow_devices=[1, 6]",), ("devices.slow_devices", "no device 6", "the run's 6 ")),
     ],
 )
