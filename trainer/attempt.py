@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
-_STALE_S = 0.05  # between reads of the newest version, as trainers may not wait for one
+# Between reads of the newest version, as trainers may not wait for one; or this share of the work
+# so far, so that many trainers with long tasks don't keep Redis busy.
+_STALE_S, _STALE_SHARE = 0.05, 0.05
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # of a workspace that can't be resumed
 
 
@@ -404,7 +406,10 @@ class Attempt:
 
     async def _watch(self) -> None:
         most = self._shared.run.max_staleness or 0
-        while not self._is_stale and not await pause(self._stop, _STALE_S):
+        while not self._is_stale:
+            worked = time.monotonic() - self._began
+            if await pause(self._stop, max(_STALE_S, _STALE_SHARE * worked)):
+                return
             with suppress(FedstreamError):  # training goes on while Redis is away
                 self._is_stale = await self._shared.newest.version() - self._tau > most
 

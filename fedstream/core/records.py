@@ -236,7 +236,7 @@ class StepSize:
     scale: float  # of the configured rate
 
     def __str__(self) -> str:
-        return f"{self.rate:.4g}, adapted by {self.scale:.4g}"
+        return f"{self.rate:.4g}, {self.scale:.4g} times the configured"
 
     @classmethod
     def parsed(cls, data: bytes) -> Self:

@@ -106,7 +106,7 @@ def take(
     )
     with _asking(strategy, "receive"):
         state, decision = strategy.receive(before.state, update, spare)
-        wrong = _wrong(before.state, update, state, decision)
+        wrong = _wrong(before, update, state, decision)
     if wrong:
         raise ConfigError(f"strategy {strategy.name!r}: receive() returned {wrong}")
     if decision.outcome == "dropped":
@@ -244,16 +244,19 @@ def _asking(strategy: Strategy, method: str) -> Iterator[None]:
         ) from error
 
 
-def _wrong(before: State, update: Update, after: State, decision: Decision) -> str:
+def _wrong(before: Progress, update: Update, after: State, decision: Decision) -> str:
     """The error in a rule's result; '' for none."""
-    made = 1 if decision.outcome == "applied" else 0
-    if after.version != before.version + made:
+    version, made = before.state.version, 1 if decision.outcome == "applied" else 0
+    if after.version != version + made:
         return (
-            f"version {after.version} and {decision.outcome!r} on top of version {before.version}: "
+            f"version {after.version} and {decision.outcome!r} on top of version {version}: "
             "'applied' is for an update that makes the next version, and no other"
         )
-    if decision.staleness != before.version - update.tau:
-        return f"a staleness of {decision.staleness}: it is {before.version - update.tau}"
+    if decision.staleness != version - update.tau:
+        return f"a staleness of {decision.staleness}: it is {version - update.tau}"
+    arrived = len(before.held) + (not decision.is_reference)
+    if decision.suspects and not 0 <= min(decision.suspects) <= max(decision.suspects) < arrived:
+        return f"the suspects {decision.suspects}, but the next version has {arrived} updates so far"
     if decision.outcome == "dropped" and decision.reason not in reasons.REFUSED:
         return f"the reason {decision.reason!r}: it must be one of reasons.REFUSED"
     return _wrong_weight(decision.weight)

@@ -346,12 +346,15 @@ class _Wrong:
         self.key: list[str | int] = []
         self.types: list[object] = [schema]  # the key's possible types
         self.holder: list[object] = []  # possible types of the enclosing table
+        kinds: list[object] = self.types  # of the key, before the table's kind is considered
+        self.around: list[object] = []  # all kinds of the enclosing table
         for part in details["loc"]:
             if isinstance(part, str) and len(self.types) > 1:  # not a key: names an alternative
                 self.types = [one for one in self.types if part in _labels(one)] or self.types
             else:
                 self.holder = _resolved(self.types, _find(tree, self.key))
-                self.types = _inside(self.holder, part)
+                self.around = _resolved(kinds)
+                self.types = kinds = _inside(self.holder, part)
                 self.key.append(part)
         if "discriminator" in details.get("ctx", {}):
             self.key.append(details["ctx"]["discriminator"].strip("'"))
@@ -451,6 +454,7 @@ class _Wrong:
                 return f"must have at least {self.details['ctx']['min_length']} characters"
             case _:
                 text = re.sub(r"^(Value error|Assertion failed), ", "", self.details["msg"])
+                text = text.replace(" after validation", "")  # pydantic's, of a list's length
                 return re.sub(r"^[A-Z]\w* should ", "must ", text)
 
     def _untagged(self, kinds: Iterable[str]) -> str:
@@ -484,6 +488,9 @@ class _Wrong:
         is_elsewhere = _dotted([*self.at, *self.key]) not in elsewhere
         if not hint and is_elsewhere and 0 < len(elsewhere) <= _MOST_PLACES:
             hint = f"; did you mean {' or '.join(elsewhere)}?"
+        having = [one for one in self.around if _is_model(one) and key in one.model_fields]
+        if owners := sorted({label for one in having for label in _labels(one)[1:]}):
+            hint = f"; it belongs to {', '.join(owners)}; allowed here: {', '.join(allowed)}"
         return f"unknown key{hint or '; allowed here: ' + ', '.join(allowed)}"
 
 

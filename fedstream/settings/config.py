@@ -159,8 +159,8 @@ class Settings(Section):
             )
         if strategy.adapt is not None and not self.journal.weights:
             raise ValueError(
-                "strategy.adapt with journal.weights = false: the newest updates are mixed in "
-                "again from the journal: leave out journal.weights"
+                "strategy.adapt with journal.weights = false: the models to score are made "
+                "from the journal's updates: leave out journal.weights"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):

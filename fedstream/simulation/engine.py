@@ -341,7 +341,6 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._steps: list[tuple[int, float]] = []
         self._scorer: Scorer | None = None
-        self._windows = Windows(1)  # unused if the rule does not adapt
         if (adapt := settings.strategy.adapt) is not None:
             module, place = self._training.module, settings.simulation.device
             self._scorer, self._windows = Scorer(adapt, task, module, place), Windows(adapt.every)

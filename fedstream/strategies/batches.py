@@ -75,7 +75,8 @@ class Stepping(Strategy):
             return state, Decision("dropped", 0.0, d)
         weight, kept = self.weight_of(state, update), self._kept(update)
         memory = self._grown(state.memory, update, kept * self.factor(update, weight), spare)
-        memory = replace(memory, stalest=max(state.memory.stalest, d))
+        if d > memory.stalest:
+            memory = replace(memory, stalest=d)
         grown = State(state.version, state.model, memory)
         suspects = {memory.arrivals - 1} if kept * robust.STANDS_OUT < 1 else set[int]()
         if not self.is_complete(memory, update.device):
@@ -112,7 +113,7 @@ class Stepping(Strategy):
         vectors = self.add(update, factor, total, memory.devices)
         toward(total.buffers, new.buffers, 1.0 / arrivals, into=total.buffers)
         count(total, new, into=total)
-        return Memory(total, arrivals, devices=vectors)
+        return Memory(total, arrivals, devices=vectors, stalest=memory.stalest)
 
     def begin(self, total: Model, _vectors: DeviceVectors | None) -> None:
         """Begin a sum with zero."""

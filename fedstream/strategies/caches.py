@@ -43,7 +43,7 @@ class Caching(Batch):
         """Begin with the sum of the caches, in case the sum itself was lost."""
         super().begin(total, vectors)
         if vectors is not None:
-            add_up(vectors, vectors.heard, total)
+            self.add_up(vectors, total)
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
@@ -71,15 +71,18 @@ class Caching(Batch):
     def sum_anew(self, version: int, vectors: DeviceVectors, total: Model) -> None:
         """Recompute the sum after some versions, ``version`` among them."""
         if version % max(_SUMMED_ANEW, vectors.devices) == 0:
-            add_up(vectors, vectors.heard, total)
+            self.add_up(vectors, total)
 
     def divisor(self, state: State) -> int:
         """The number by which :meth:`move` divides the sum: M."""
         return self.devices or 1
 
+    def in_sum(self, vectors: DeviceVectors) -> Iterable[int]:
+        """The devices whose vectors the sum is over: all that were heard."""
+        return vectors.heard
 
-def add_up(vectors: DeviceVectors, devices: Iterable[int], total: Model) -> None:
-    """Compute the sum over ``devices``, in the order of their numbers."""
-    total.parameters[:] = 0.0
-    for device in sorted(devices):
-        add(total.parameters, vectors[device], 1.0, into=total.parameters)
+    def add_up(self, vectors: DeviceVectors, total: Model) -> None:
+        """Compute the sum, in the order of the devices' numbers."""
+        total.parameters[:] = 0.0
+        for device in sorted(self.in_sum(vectors)):
+            add(total.parameters, vectors[device], 1.0, into=total.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from fedstream.core.layout import Model
 from fedstream.strategies.batches import Batch
-from fedstream.strategies.caches import Caching, add_up
+from fedstream.strategies.caches import Caching
 from fedstream.strategies.mixing import add
 from fedstream.strategies.strategy import InRounds, Memory, State, Update
 from fedstream.strategies.vectors import DeviceVectors
@@ -78,15 +79,13 @@ class RingleaderSettings(Caching):
         """Leave all as it is, since a version needs an update of each device."""
         return state
 
-    def begin(self, total: Model, vectors: DeviceVectors | None) -> None:
-        """Begin with the sum of this round's means; vectors without a number are of earlier ones.
+    def in_sum(self, vectors: DeviceVectors) -> Iterable[int]:
+        """The devices with a mean of this round; vectors without a number are of earlier ones.
 
         If the sum was lost in the second phase, the means for the next round stand in for lost
         ones.
         """
-        Batch.begin(self, total, vectors)
-        if vectors is not None:
-            add_up(vectors, vectors.numbers, total)
+        return vectors.numbers
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
@@ -108,4 +107,4 @@ class RingleaderSettings(Caching):
     def sum_anew(self, version: int, vectors: DeviceVectors, total: Model) -> None:
         """Begin the next round, if one has ended, with the means that are there for it."""
         if not any(number % 2 for number in vectors.numbers.values()):
-            add_up(vectors, vectors.numbers, total)
+            self.add_up(vectors, total)

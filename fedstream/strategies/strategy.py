@@ -167,10 +167,10 @@ class Strategy(NamedSettings):
         return 1.0 if self.adapt is None else self.adapt.bounded(self.step_rate, scale)
 
     def scaled(self, scale: float) -> Self:
-        """The rule with steps of ``scale`` times the length, as :meth:`bounded`."""
-        if (bounded := self.bounded(scale)) == 1.0:
+        """The rule with steps of ``scale`` times the length, bounded; itself if it doesn't adapt."""
+        if self.adapt is None:
             return self
-        return self.model_copy(update={self.step_key: self.step_rate * bounded})
+        return self.model_copy(update={self.step_key: self.step_rate * self.bounded(scale)})
 
     @property
     def batch(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -44,10 +45,11 @@ class Answers(Strategy):
     version: int = 1
     staleness: int = 0
     outcome: str = "applied"
+    suspects: tuple[int, ...] = ()
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         decision = Decision(self.outcome, 1.0, self.staleness)  # type: ignore[arg-type]
-        return State(self.version, update.model), decision
+        return State(self.version, update.model), replace(decision, suspects=self.suspects)
 
     def end_round(self, state: State) -> State:
         return State(self.version, state.model)
@@ -76,11 +78,12 @@ def taken(rule: Strategy) -> Step:
     [
         (Weighs(weight=float("nan")), r"returned the weight nan: it must be a float, finite"),
         (Weighs(weight=-1.0), r"returned the weight -1\.0"),
-        (Weighs(weight="x"), r"receive\(\) raised ValueError: .*mixing\.py:\d+$"),
+        (Weighs(weight="x"), r"receive\(\) raised TypeError: .*batches\.py:\d+$"),
         (Weighs(weight=None), r"receive\(\) raised ValueError: no idea at .*broken_rules\.py:\d+$"),
         (Answers(version=2), r"version 2 and 'applied' on top of version 0"),
         (Answers(outcome="buffered"), r"version 1 and 'buffered' on top of version 0"),
         (Answers(staleness=3), r"a staleness of 3: it is 0"),
+        (Answers(suspects=(1,)), r"the suspects \(1,\), but the next version has 1 updates so far"),
         (FedAsyncSettings(staleness=Never()), r"'fedasync': receive\(\) returned the weight nan"),
         (Vast(), r"values that are not finite: its weights or its server_lr are too large"),
     ],

@@ -206,7 +206,10 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         ),
         (
             ("strategy.name=fedbuff", "strategy.alpha=0.5"),  # the other strategy's
-            "strategy.alpha = 0.5 (from --set): unknown key; allowed here: name, k",
+            (
+                "strategy.alpha = 0.5 (from --set): unknown key; it belongs to fedasync; "
+                "allowed here: name, k"
+            ),
         ),
         (
             ("policy.size=5", "policy.rate=1"),
@@ -279,6 +282,17 @@ def test_a_missing_key_is_named() -> None:
         "run: required, but not given",
         "seed: required, but not given",
     ]
+
+
+def test_an_empty_list_is_refused_in_the_users_terms() -> None:
+    """Pydantic's own message has its word "validation"."""
+
+    class Root(Section):
+        devices: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+
+    with pytest.raises(ConfigError) as error:
+        load(Root, path=None, environ={}, sets=["devices=[]"])
+    assert str(error.value) == "devices = [] (from --set): must have at least 1 item, not 0"
 
 
 def test_error_shows_only_the_first_of_many() -> None:

@@ -11,13 +11,13 @@ import pytest
 from pydantic import ValidationError
 
 from fedstream.core.layout import Model
-from fedstream.core.messages import Upload
 from fedstream.journal.progress import Progress, close_round, take
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State, Strategy
 from fedstream.strategies.adapt import Adapt, Windows, best_scale
 from tests.strategies import independent
 from tests.strategies.independent import Arrival, Vector
 from tests.support import layout_of, model_of
+from tests.updater.states import upload_of
 
 WIDTH = 5
 LAYOUT = layout_of(WIDTH)
@@ -40,31 +40,13 @@ def arrivals_of(seed: int, n: int = 240) -> list[Arrival]:
     return [Arrival(0, 0, delta.astype(np.float64), 1, 1.0) for delta in deltas]
 
 
-def upload_of(number: int, version: int) -> Upload:
-    return Upload(
-        task=f"task-{number}",
-        attempt="1",
-        device=0,
-        trainer="t",
-        tau=version,
-        base="none",
-        layout=LAYOUT.signature,
-        digest="none",
-        size=LAYOUT.nbytes,
-        samples=1,
-        steps=1,
-        lr=1.0,
-        sends="delta",
-    )
-
-
 def played(arrivals: list[Arrival]) -> tuple[list[Vector], list[tuple[int, float]]]:
     """The rule on these arrivals, as a simulation plays it."""
     run, windows = Progress(State(0, model_of(LAYOUT, *np.zeros(WIDTH)))), Windows(ADAPT.every)
     found, changes = list[Vector](), list[tuple[int, float]]()
     for number, arrival in enumerate(arrivals):
         update = model_of(LAYOUT, *arrival.delta)
-        upload = upload_of(number, run.state.version)
+        upload = upload_of(f"task-{number}", tau=run.state.version)
         step = take(RULE, run, upload, update, Model(LAYOUT))
         run = step.after
         found.append(run.state.model.parameters.astype(np.float64))
@@ -192,7 +174,7 @@ def test_a_round_that_ends_early_steps_by_the_scale() -> None:
     rule = RULE.model_copy(update={"buffer_size": 3})
     for number, value in enumerate((4.0, 8.0)):
         delta = model_of(LAYOUT, value)
-        run = take(rule, run, upload_of(number, 0), delta, Model(LAYOUT)).after
+        run = take(rule, run, upload_of(f"task-{number}", tau=0), delta, Model(LAYOUT)).after
     made = close_round(rule, run, 0).after
     assert made.state.model.parameters.tolist() == pytest.approx([1.2] * WIDTH)
     assert made.scale == 0.5

@@ -1,8 +1,7 @@
-"""CA2FL, ACED and FADAS beside an independent program, and what is special about their memory."""
+"""CA2FL, ACED and FADAS: repeated devices, old caches, dropped rounds, and what is recovered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,136 +24,9 @@ from fedstream.strategies import (
     Strategy,
     Update,
 )
-from fedstream.strategies.optimizers import Adam, Amsgrad, Momentum
-from fedstream.testing import check_strategy
 from tests.journals import Scribe
-from tests.strategies import independent
-from tests.strategies.independent import Arrival, Vector
+from tests.strategies.test_independent import LAYOUT, WIDTH, M, played
 from tests.support import layout_of, model_of
-
-M, WIDTH = 6, 7
-LAYOUT = layout_of(WIDTH)
-Program = Callable[..., list[Vector]]
-
-CASES: dict[str, tuple[Strategy, Program, dict[str, Any]]] = {
-    "ca2fl": (
-        Ca2flSettings(buffer_size=3, server_lr=0.7),
-        independent.ca2fl,
-        {"devices": M, "size": 3, "rate": 0.7},
-    ),
-    "ca2fl drops": (
-        Ca2flSettings(buffer_size=4, max_staleness=1),
-        independent.ca2fl,
-        {"devices": M, "size": 4, "rate": 1.0, "most": 1},
-    ),
-    "ca2fl alone": (
-        Ca2flSettings(buffer_size=1, server_lr=0.3),
-        independent.ca2fl,
-        {"devices": M, "size": 1, "rate": 0.3},
-    ),
-    "aced": (
-        AcedSettings(max_age=4, server_lr=0.3),
-        independent.aced,
-        {"devices": M, "size": 1, "rate": 0.3, "age": 4},
-    ),
-    "aced batch": (
-        AcedSettings(max_age=1, buffer_size=2, max_staleness=2),
-        independent.aced,
-        {"devices": M, "size": 2, "rate": 0.1, "age": 1, "most": 2},
-    ),
-    "aced youngest": (
-        AcedSettings(max_age=0),
-        independent.aced,
-        {"devices": M, "size": 1, "rate": 0.1, "age": 0},
-    ),
-    **{
-        f"fadas {edition}": (
-            FadasSettings(buffer_size=3, server_lr=0.6, tau_c=1, delay_adaptive=edition),
-            independent.fadas,
-            {"size": 3, "eta": 0.6, "edition": edition, "tau_c": 1},
-        )
-        for edition in ("none", "paper", "code")
-    },
-    "fadas eps": (
-        FadasSettings(buffer_size=3, server=Amsgrad(eps=0.2), delay_adaptive="code"),
-        independent.fadas,
-        {"size": 3, "eta": 0.001, "edition": "code", "tau_c": 1, "eps": 0.2},
-    ),
-    "fadas drops": (
-        FadasSettings(buffer_size=2, tau_c=0, max_staleness=2, delay_adaptive="code"),
-        independent.fadas,
-        {"size": 2, "eta": 0.001, "edition": "code", "tau_c": 0, "most": 2},
-    ),
-}
-
-
-def played(rule: Strategy, seed: int = 0, n: int = 260) -> tuple[list[Arrival], list[Vector]]:
-    """Random arrivals, with repeated devices and stale ones, and x after each."""
-    rng, now = np.random.default_rng(seed), State(0, model_of(LAYOUT, *np.ones(WIDTH)))
-    rule, arrivals, found = rule.build(M), [], []
-    for _ in range(n):
-        delta = Model(LAYOUT)
-        delta.parameters[:] = rng.standard_normal(WIDTH)
-        arrival = Arrival(
-            # Device 0 comes often, and the last one seldom.
-            device=int(min(rng.geometric(0.4) - 1, M - 1)),
-            tau=max(0, now.version - int(rng.integers(0, 5))),
-            delta=delta.parameters.astype(np.float64),
-            steps=int(rng.integers(1, 6)),
-            lr=0.25,
-        )
-        update = Update(delta, arrival.tau, arrival.device, 1, arrival.steps, arrival.lr)
-        now, _ = rule.receive(now, update, Model(LAYOUT))
-        arrivals.append(arrival)
-        found.append(now.model.parameters.astype(np.float64))
-    return arrivals, found
-
-
-def apart(found: list[Vector], wanted: list[Vector]) -> float:
-    """The largest distance between two courses, in units of the second one's largest value."""
-    return float(
-        max(np.abs(f - w).max() / np.abs(w).max() for f, w in zip(found, wanted, strict=True))
-    )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_course_is_that_of_an_independent_program(name: str) -> None:
-    rule, program, keys = CASES[name]
-    for seed in range(3):
-        arrivals, found = played(rule, seed)
-        assert apart(found, program(np.ones(WIDTH), arrivals, **keys)) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "bug"),
-    [
-        ("ca2fl", "caches of the batch never recorded"),
-        ("ca2fl", "divided by K twice"),
-        ("ca2fl", "mean cache after replacement"),
-        ("aced", "divided by all devices"),
-        ("fadas none", "adam"),
-    ],
-)
-def test_errors_of_other_programs_would_be_noticed(name: str, bug: str) -> None:
-    rule, program, keys = CASES[name]
-    arrivals, found = played(rule)
-    assert apart(found, program(np.ones(WIDTH), arrivals, **keys, bug=bug)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        *(rule for rule, *_ in CASES.values()),
-        Ca2flSettings(buffer_size=3, server=Momentum()),
-        Ca2flSettings(buffer_size=3, server=Adam()),
-        AcedSettings(max_age=2, buffer_size=3, server=Amsgrad()),
-        FedBuffSettings(buffer_size=2, server=Amsgrad()),
-    ],
-    ids=repr,
-)
-def test_rule_fulfils_the_contract(rule: Strategy) -> None:
-    """Above all, its memory survives journal, recovery and replay, in the middle of a batch too."""
-    check_strategy(rule, arrivals=90)
 
 
 def receive(rule: Strategy, now: State, device: int, *values: float) -> State:

@@ -1,13 +1,10 @@
-"""Ringmaster and Ringleader beside an independent program."""
+"""Ringmaster beside FedBuff, and a round of Ringleader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import pytest
 
 from fedstream.core.layout import Model
 from fedstream.strategies import (
@@ -16,62 +13,10 @@ from fedstream.strategies import (
     RingleaderSettings,
     RingmasterSettings,
     State,
-    Strategy,
     Update,
 )
-from fedstream.strategies.optimizers import Adam
-from fedstream.testing import check_strategy
-from tests.strategies import independent
-from tests.strategies.independent import Vector
-from tests.strategies.test_cached import LAYOUT, WIDTH, M, apart, played
+from tests.strategies.test_independent import LAYOUT, WIDTH, M, played
 from tests.support import model_of
-
-CASES: dict[str, tuple[Strategy, Callable[..., list[Vector]], dict[str, Any]]] = {
-    "ringmaster": (
-        RingmasterSettings(max_staleness=2, server_lr=0.7),
-        independent.ringmaster,
-        {"threshold": 3, "rate": 0.7},
-    ),
-    "ringleader": (
-        RingleaderSettings(server_lr=0.7),
-        independent.ringleader,
-        {"devices": M, "rate": 0.7},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_course_is_that_of_an_independent_program(name: str) -> None:
-    rule, program, keys = CASES[name]
-    for seed in range(3):
-        arrivals, found = played(rule, seed, n=2000)
-        assert len({x.tobytes() for x in found}) > 10 * M
-        assert apart(found, program(np.ones(WIDTH), arrivals, **keys)) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "bug"),
-    [
-        ("ringmaster", "one version more"),
-        ("ringleader", "no second table"),
-        ("ringleader", "what comes too early is dropped"),
-        ("ringleader", "mean over all deltas"),
-    ],
-)
-def test_errors_would_be_noticed(name: str, bug: str) -> None:
-    rule, program, keys = CASES[name]
-    arrivals, found = played(rule, n=2000)
-    assert apart(found, program(np.ones(WIDTH), arrivals, **keys, bug=bug)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [*(rule for rule, *_ in CASES.values()), RingleaderSettings(server=Adam())],
-    ids=repr,
-)
-def test_rule_fulfils_the_contract(rule: Strategy) -> None:
-    """Above all, its memory survives journal, recovery and replay, in the middle of a round too."""
-    check_strategy(rule, arrivals=150)
 
 
 def test_ringmaster_is_fedbuff_without_a_buffer() -> None:

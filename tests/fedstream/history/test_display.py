@@ -263,7 +263,7 @@ def test_private_runs_epsilon_is_shown_wherever_the_run_is() -> None:
 
 def test_adapted_rate_is_shown_wherever_the_run_is() -> None:
     """By status, also of a coordinator over HTTP, by top and on the page; else nowhere."""
-    step, said = StepSize("alpha", 0.8, 2.0), "0.8, adapted by 2"
+    step, said = StepSize("alpha", 0.8, 2.0), "0.8, 2 times the configured"
     seen = view(head=replace(view().head, step=step))
     about = json.loads(json.dumps(status("demo", seen) | {"register": {}}))
     assert about["step"] == {"key": "alpha", "rate": 0.8, "scale": 2.0}

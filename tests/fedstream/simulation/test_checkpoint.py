@@ -55,7 +55,6 @@ CASES: dict[str, tuple[tuple[str, ...], type[Small]]] = {
     "feedback": (("strategy.name=fedbuff", "wire.update=int4", "wire.model=int8"), Small),
     "local, failing": (("simulation.staleness.most=4", *PARTLY), Partly),
     "rounds, failing": ((*RULES["fedavg"], *PARTLY), Partly),
-    "adapting": (("strategy.adapt.every=3", "strategy.alpha=0.05"), Small),
 }
 
 
