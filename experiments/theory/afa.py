@@ -35,7 +35,7 @@ DEVICES, BATCH, OLDEST = 10, 5, 4
 BIASED = np.array([0.19, 0.19, *[0.1] * 6, 0.01, 0.01])
 UNIFORM = np.full(DEVICES, 0.1)
 ABSENT = np.array([1.0] * 9 + [0.0])
-STEPS = (0.08, 0.04, 0.02)  # server_lr, all within the theorems' conditions
+STEPS = (0.08, 0.04, 0.02, 0.01)  # server_lr, all within the theorems' conditions
 TRAJECTORY = 0.04  # the step whose trajectories are kept
 VARIANCE = 1.0  # sigma^2, where there is noise
 LOCAL = 5  # H, where there are several local steps
@@ -154,7 +154,7 @@ def measure(
     average: float = 40.0,
     settle: float = 180.0,
     repeats: int = 5,
-    side_by_side: int = 8,
+    side_by_side: int = 24,
 ) -> Measured:
     """What is predicted; in every repeat, the floors of AFA-CD and AFA-CS, and where AFA-CS stalls.
 
@@ -276,10 +276,8 @@ def claims(found: Measured) -> list[TheoremClaim]:
     )
     slope, rest = np.polyfit(steps, cd_biased, 1)
     spread = ", ".join(f"{y:.4f} at {x:g}" for x, y in zip(steps, cd_biased.mean(1), strict=True))
-    uniform, noise = (
-        np.array([exponent(steps, repeat) for repeat in of.T]) for of in (cd_uniform, cs_noise)
-    )
-    of_bound = exponent(steps, found["theorem_3"])
+    uniform = np.array([exponent(steps[-2:], repeat) for repeat in cd_uniform[-2:].T])
+    noise = np.array([exponent(steps, repeat) for repeat in cs_noise.T])
     cs_floor = float(cs_biased.max())
     worst = np.array([found["worst_cd"], found["worst_cs"]]) / found["worst_sigma_g"]
     applies = found["conditions"]
@@ -301,13 +299,12 @@ def claims(found: Measured) -> list[TheoremClaim]:
         TheoremClaim(
             "AFL, theorem 3",
             "AFA-CD under uniform arrivals falls linearly with a small step, under its bound",
-            f"|grad f|^2 goes as step^{uniform.mean():.2f}, the bound as step^{of_bound:.2f}; "
+            f"|grad f|^2 goes as step^{uniform.mean():.2f} from {steps[-2]:g} to {steps[-1]:g}; "
             f"{figure(cd_uniform[-1].mean())} under {figure(found['theorem_3'][-1])} at "
             f"step {steps[-1]:g}.",
             judged(
                 [
-                    uniform - 0.9,
-                    of_bound - uniform,
+                    *near(uniform, 1.0, 0.15),
                     *(b - y for y, b in zip(cd_uniform, found["theorem_3"], strict=True)),
                 ]
                 if applies
