@@ -256,7 +256,7 @@ def _wrong(before: Progress, update: Update, after: State, decision: Decision) -
         return f"a staleness of {decision.staleness}: it is {version - update.tau}"
     arrived = len(before.held) + (not decision.is_reference)
     if decision.suspects and not 0 <= min(decision.suspects) <= max(decision.suspects) < arrived:
-        return f"the suspects {decision.suspects}, but the next version has {arrived} updates so far"
+        return f"the suspects {decision.suspects}, but the next version has {arrived} updates"
     if decision.outcome == "dropped" and decision.reason not in reasons.REFUSED:
         return f"the reason {decision.reason!r}: it must be one of reasons.REFUSED"
     return _wrong_weight(decision.weight)

@@ -167,7 +167,7 @@ class Strategy(NamedSettings):
         return 1.0 if self.adapt is None else self.adapt.bounded(self.step_rate, scale)
 
     def scaled(self, scale: float) -> Self:
-        """The rule with steps of ``scale`` times the length, bounded; itself if it doesn't adapt."""
+        """The rule with steps of ``scale`` times the length, bounded; itself if not adapted."""
         if self.adapt is None:
             return self
         return self.model_copy(update={self.step_key: self.step_rate * self.bounded(scale)})

@@ -83,7 +83,7 @@ def taken(rule: Strategy) -> Step:
         (Answers(version=2), r"version 2 and 'applied' on top of version 0"),
         (Answers(outcome="buffered"), r"version 1 and 'buffered' on top of version 0"),
         (Answers(staleness=3), r"a staleness of 3: it is 0"),
-        (Answers(suspects=(1,)), r"the suspects \(1,\), but the next version has 1 updates so far"),
+        (Answers(suspects=(1,)), r"the suspects \(1,\), but the next version has 1 updates"),
         (FedAsyncSettings(staleness=Never()), r"'fedasync': receive\(\) returned the weight nan"),
         (Vast(), r"values that are not finite: its weights or its server_lr are too large"),
     ],
