@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from itertools import product
 
-from experiments.choosing import BASE, DEVICES, K
 from experiments.reproduction import (
     Cell,
     Experiment,
@@ -21,6 +20,7 @@ from experiments.reproduction import (
     above,
     mean_of,
 )
+from experiments.rules import BASE, DEVICES, K
 from experiments.showing import mean_and_deviation
 
 UPDATES, IN_FLIGHT = 1_000, 20
