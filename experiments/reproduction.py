@@ -110,7 +110,6 @@ class SweepPanel:
     of: Of = "last"
     xlabel: str = ""
     ylabel: str = ""
-    ylim: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)

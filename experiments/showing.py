@@ -293,7 +293,6 @@ def _sweep(axes: Axes, results: Results, sweep: SweepPanel) -> None:
             label=name,
         )
     axes.set(title=sweep.title, xlabel=sweep.xlabel, ylabel=sweep.ylabel)
-    axes.set_ylim(*sweep.ylim)
 
 
 def differences(experiment: Experiment, results: Results, path: Path) -> None:
