@@ -138,6 +138,13 @@ EXPERIMENTS = (
             ),
         ),
         claims=_claims,
+        grid={
+            rule: {
+                f"{partition}, {attack}": _label(partition, attack, rule)
+                for partition, attack in product(PARTITIONS, ATTACKS)
+            }
+            for rule in RULES
+        },
         notes=(
             "The attackers and the partition are the same in every repeat.",
             "In the claims, accuracy is the mean over the last third of the measurements.",

@@ -288,6 +288,7 @@ class Study:
                     ),
                 ),
                 claims=self.claims,
+                grid={rule: {one: _label(one, rule) for one in self.situations} for rule in RULES},
                 notes=(
                     f"Seeds 1 to 5; the steps were chosen by seed 0 ({self.name}-steps).",
                     "In the claims, accuracy is the mean over the last third of the measurements.",
