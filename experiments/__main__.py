@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from experiments import reproduction
-from experiments.page import PAGE, page
+from experiments.page import PAGE, page, with_grids
 from experiments.program import commit
 from experiments.running import run
 from experiments.showing import TABLE, show
@@ -19,6 +19,7 @@ from fedstream.cli.options import DataRoot, Jobs
 from fedstream.core.errors import ConfigError, FedstreamError
 
 RESULTS = Path(__file__).parent / "results"
+ALGORITHMS = RESULTS.parents[1] / "docs" / "algorithms.md"
 
 
 def listed() -> list[str]:
@@ -120,7 +121,10 @@ def main(
         bool, typer.Option("--list", help="list the experiments and exit")
     ] = False,
     page_only: Annotated[
-        bool, typer.Option("--page", help="write the page of all results and exit")
+        bool,
+        typer.Option(
+            "--page", help="write the page of results and the tables of docs/algorithms.md"
+        ),
     ] = False,
 ) -> None:
     """Repeat a paper's experiment: raw results, table, pictures, and which of its claims held.
@@ -133,8 +137,10 @@ def main(
         print("\n".join(listed()))
         return
     if page_only:
-        (RESULTS / PAGE).write_text(page(reproduction.catalogue(), RESULTS))
-        print(RESULTS / PAGE)
+        known = reproduction.catalogue()
+        (RESULTS / PAGE).write_text(page(known, RESULTS))
+        ALGORITHMS.write_text(with_grids(ALGORITHMS.read_text(), known, RESULTS))
+        print(f"{RESULTS / PAGE}\n{ALGORITHMS}")
         return
     try:
         reproduce(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from itertools import product
 
-from experiments.choosing import BASE, DEVICES, K
 from experiments.reproduction import (
     Cell,
     Experiment,
@@ -21,6 +20,7 @@ from experiments.reproduction import (
     above,
     mean_of,
 )
+from experiments.rules import BASE, DEVICES, K
 from experiments.showing import mean_and_deviation
 
 UPDATES, IN_FLIGHT = 1_000, 20
@@ -138,6 +138,13 @@ EXPERIMENTS = (
             ),
         ),
         claims=_claims,
+        grid={
+            rule: {
+                f"{partition}, {attack}": _label(partition, attack, rule)
+                for partition, attack in product(PARTITIONS, ATTACKS)
+            }
+            for rule in RULES
+        },
         notes=(
             "The attackers and the partition are the same in every repeat.",
             "In the claims, accuracy is the mean over the last third of the measurements.",

@@ -1,19 +1,30 @@
-"""The page of all papers' experiments: every claim beside its verdict, its pictures and its runs.
+"""What is written from the stored results of all experiments, by ``python -m experiments --page``.
 
-``python -m experiments --page`` writes it from the results that are stored.
+The page of the papers' experiments has every claim beside its verdict, its pictures and its runs.
+docs/algorithms.md has the grids of the project's own experiments.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.reproduction import Experiment, JudgedClaim, Results
 from experiments.running import ABOUT, Store
-from experiments.showing import DIFFERENCES, TABLE, beyond, judged, length
+from experiments.showing import (
+    DIFFERENCES,
+    TABLE,
+    beyond,
+    judged,
+    length,
+    mean_and_deviation,
+)
 from fedstream.history.display import duration
 
 PAGE = "README.md"
@@ -59,6 +70,48 @@ def page(known: Mapping[str, Experiment], folder: Path) -> str:
         )
         parts += ["", *_part(name, experiment, results, claims, why_not, folder)]
     return "\n".join((_ABOUT, *contents, *parts)) + "\n"
+
+
+def with_grids(text: str, known: Mapping[str, Experiment], folder: Path) -> str:
+    """The text with each table between ``<!-- NAME -->`` and ``<!-- end -->`` written anew.
+
+    NAME is an experiment with a grid. Raises KeyError for any other name.
+    """
+
+    def anew(found: re.Match[str]) -> str:
+        name = found[1]
+        table = _grid(known[name], Store(folder / name).results())
+        return "\n".join((f"<!-- {name} -->", "", *table, "", "<!-- end -->"))
+
+    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", anew, text, flags=re.DOTALL)
+
+
+def _grid(experiment: Experiment, results: Results) -> list[str]:
+    """Accuracy in the last third of a run, by row and column; the best of a column in bold."""
+    late = {
+        row: {
+            column: [*results.late(label, experiment.metric).values()]
+            for column, label in cells.items()
+        }
+        for row, cells in experiment.grid.items()
+    }
+    columns = list(next(iter(late.values())))
+    best = {
+        column: max(
+            (row for row in late if late[row][column]),
+            key=lambda row: float(np.mean(late[row][column])),
+            default=None,
+        )
+        for column in columns
+    }
+    lines = [_row("", *columns), _row(*["---"] * (1 + len(columns)))]
+    for row, cells in late.items():
+        shown = [mean_and_deviation(cells[c], places=3) if cells[c] else "not run" for c in columns]
+        bold = [best[c] == row for c in columns]
+        lines.append(
+            _row(row, *(f"**{cell}**" if b else cell for cell, b in zip(shown, bold, strict=True)))
+        )
+    return lines
 
 
 def _part(

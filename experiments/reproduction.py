@@ -46,7 +46,7 @@ import json
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, permutations
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -110,7 +110,6 @@ class SweepPanel:
     of: Of = "last"
     xlabel: str = ""
     ylabel: str = ""
-    ylim: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +389,8 @@ class Experiment:
     """whether claims are judged before every cell has run"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
+    grid: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """labels of cells by row and column, for a table in docs/algorithms.md"""
 
     def sets(self, cell: Cell, repeat: int, scale: float) -> dict[str, object]:
         """All configuration keys of a run."""

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from torch import nn
 
-from experiments.choosing import BASE, DEVICES, GAMMA, SLOW, H, K
 from experiments.reproduction import (
     Cell,
     Experiment,
@@ -39,7 +38,11 @@ from fedstream.trainer.images import mnist
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
 
+DEVICES = 100
+SLOW = tuple(range(0, DEVICES, 5))
 UPDATES = 2_000
+K = 10  # updates in a batch or a round
+H, GAMMA = 5, 0.1
 FULL = GAMMA * H  # afa-cd's and afa-cs's step with which they move as far as a mean of models
 LADDER = (1.0, 0.4, 0.16, 0.064, 0.0256, 0.01)  # times a rule's largest step
 
@@ -112,7 +115,21 @@ RULES: dict[str, Rule] = {
         {**_batch("scaffold", 1.5).sets, "solver.kind": "scaffold"}, "strategy.server_lr", 1.5, K
     ),
 }
+BASE: KeyValues = {
+    "task.name": "mnist",
+    "task.devices": DEVICES,
+    "solver.lr": GAMMA,
+    "solver.batch_size": 50,
+    "solver.sampling": "fresh",
+    "scheduler.steps.kind": "fixed",
+    "scheduler.steps.n": H,
+    "simulation.staleness.kind": "latency",
+    "devices.latency.kind": "lognormal",
+    "devices.latency.mean_s": 1.0,
+    "devices.latency.sigma": 0.3,
+}
 PARTITIONS: dict[str, KeyValues] = {
+    "iid": {"kind": "iid"},
     "Dirichlet .1": {"kind": "dirichlet", "alpha": 0.1},
     "one class each": {"kind": "classes", "p": 1},
 }
@@ -188,18 +205,42 @@ class Study:
 
     def claims(self, results: Results) -> list[JudgedClaim]:
         """In each situation: is any rule better than rounds, and the rules in order."""
-        return [self._claim(results, situation) for situation in self.situations]
+        found = []
+        for situation in self.situations:
+            found += self._against_rounds(results, situation)
+            if "one class each, 80" in situation:
+                found.append(_aced(results, situation))
+        return found
 
-    def _claim(self, results: Results, situation: str) -> JudgedClaim:
+    def _against_rounds(self, results: Results, situation: str) -> list[JudgedClaim]:
         late = {rule: results.late(_label(situation, rule), "accuracy") for rule in RULES}
         order = sorted((one for one in RULES if late[one]), key=lambda one: -mean_of(late[one]))
-        best = next((one for one in order if one != ROUNDS), ROUNDS)
+        best = next((one for one in order if one != ROUNDS), None)
+        if best is None or ROUNDS not in order:
+            return []
         listed = (f"{one} {mean_and_deviation([*late[one].values()])}" for one in order)
-        return JudgedClaim(
-            f"{situation}: the best asynchronous rule is better than rounds after as many updates.",
-            [above(late[best], late[ROUNDS])] if best != ROUNDS else [],
-            f"{', '.join(listed)}.",
+        until = min(
+            float(times[-1])
+            for times, _ in results.measured(_label(situation, best), "time", "accuracy").values()
         )
+        by_then = {
+            rule: results.at(_label(situation, rule), "time", until, "accuracy")
+            for rule in (best, ROUNDS)
+        }
+        both = (f"{one} {mean_and_deviation([*of.values()])}" for one, of in by_then.items())
+        return [
+            JudgedClaim(
+                f"{situation}: the best asynchronous rule is better than rounds after as many "
+                "updates.",
+                [above(late[best], late[ROUNDS])],
+                f"{', '.join(listed)}.",
+            ),
+            JudgedClaim(
+                f"{situation}: it is better than rounds after as much time.",
+                [above(by_then[best], by_then[ROUNDS])],
+                f"After {until:.0f} virtual seconds: {', '.join(both)}.",
+            ),
+        ]
 
     def panels(self) -> tuple[Panel, ...]:
         """For each situation, the curves of each family of rules."""
@@ -247,6 +288,7 @@ class Study:
                     ),
                 ),
                 claims=self.claims,
+                grid={rule: {one: _label(one, rule) for one in self.situations} for rule in RULES},
                 notes=(
                     f"Seeds 1 to 5; the steps were chosen by seed 0 ({self.name}-steps).",
                     "In the claims, accuracy is the mean over the last third of the measurements.",
@@ -257,6 +299,22 @@ class Study:
 
 def _label(situation: str, rule: str, step: float | None = None) -> str:
     return f"{situation}: {rule}" + (f", step {step:.4g}" if step is not None else "")
+
+
+def _aced(results: Results, situation: str) -> JudgedClaim:
+    """Does ACED withstand the staleness that AFA-CS, with an untuned step, did not?"""
+    aced, cached = (
+        results.late(_label(situation, rule), "accuracy") for rule in ("aced", "afa-cs")
+    )
+    return JudgedClaim(
+        f"{situation}: aced reaches .85, where afa-cs falls to .72.",
+        [
+            above(aced, dict.fromkeys(aced, 0.85)),
+            above(dict.fromkeys(cached, 0.75), cached),
+        ],
+        f"aced {mean_and_deviation([*aced.values()])}, afa-cs "
+        f"{mean_and_deviation([*cached.values()])}.",
+    )
 
 
 def mnist_cnn(partition: str) -> InMemory:
@@ -300,6 +358,7 @@ STUDIES = (
         data={
             name: {"task.name": "experiments.rules:mnist_cnn", "task.args.partition": name}
             for name in PARTITIONS
+            if name != "iid"
         },
     ),
 )

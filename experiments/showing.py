@@ -210,14 +210,16 @@ def spread(results: Results, cell: str, of: Of) -> str:
     return _figure(mean) + ("" if math.isnan(deviation) else f" ± {_figure(deviation)}")
 
 
-def mean_and_deviation(values: Sequence[float] | Series, *, sign: Literal["", "+"] = "") -> str:
-    """Mean and deviation of some values, with four decimal places; only the mean of a single one.
+def mean_and_deviation(
+    values: Sequence[float] | Series, *, sign: Literal["", "+"] = "", places: int = 4
+) -> str:
+    """Mean and deviation of some values; only the mean of a single one.
 
     ``sign``: '+' for differences.
     """
-    deviation = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-    mean = round(float(np.mean(values)), 4) + 0.0  # which turns -0.0 into 0.0
-    return f"{mean:{sign}.4f}{deviation}"
+    deviation = f" ± {np.std(values, ddof=1):.{places}f}" if len(values) > 1 else ""
+    mean = round(float(np.mean(values)), places) + 0.0  # which turns -0.0 into 0.0
+    return f"{mean:{sign}.{places}f}{deviation}"
 
 
 def _figure(value: float) -> str:
@@ -293,7 +295,6 @@ def _sweep(axes: Axes, results: Results, sweep: SweepPanel) -> None:
             label=name,
         )
     axes.set(title=sweep.title, xlabel=sweep.xlabel, ylabel=sweep.ylabel)
-    axes.set_ylim(*sweep.ylim)
 
 
 def differences(experiment: Experiment, results: Results, path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
-from experiments.__main__ import RESULTS
-from experiments.page import PAGE, page
+from experiments.__main__ import ALGORITHMS, RESULTS
+from experiments.page import PAGE, page, with_grids
 from experiments.reproduction import (
     Cell,
     Experiment,
@@ -87,7 +87,26 @@ def test_unfinished_and_own_experiments(tmp_path: Path) -> None:
     assert "Own" not in told
 
 
-def test_the_published_page_is_up_to_date() -> None:
-    assert page(catalogue(), RESULTS) == (RESULTS / PAGE).read_text(), (
-        "`python -m experiments --page` writes it anew from the results that are there"
-    )
+def test_a_table_is_written_anew_between_its_marks(tmp_path: Path) -> None:
+    """The best of a column is in bold; a cell that has not run says so."""
+    measure(tmp_path / "heights", 2, "high", "low")
+    grid = {"up": {"a": "high", "b": "high"}, "down": {"a": "low", "b": "none"}}
+    known = {"heights": replace(EXPERIMENT, grid=grid)}
+    text = "Before.\n\n<!-- heights -->\n\nold\n\n<!-- end -->\n\nAfter.\n"
+    told = with_grids(text, known, tmp_path).splitlines()
+    assert told[:2] == ["Before.", ""]
+    assert told[2:-2] == [
+        *("<!-- heights -->", ""),
+        *("|  | a | b |", "| --- | --- | --- |"),
+        "| up | **0.700 ± 0.000** | **0.700 ± 0.000** |",
+        "| down | 0.500 ± 0.000 | not run |",
+        *("", "<!-- end -->"),
+    ]
+    assert told[-2:] == ["", "After."]
+
+
+def test_the_published_page_and_tables_are_up_to_date() -> None:
+    """``python -m experiments --page`` writes both anew from the results that are stored."""
+    known = catalogue()
+    assert page(known, RESULTS) == (RESULTS / PAGE).read_text()
+    assert with_grids(ALGORITHMS.read_text(), known, RESULTS) == ALGORITHMS.read_text()
