@@ -118,10 +118,7 @@ def jobs_of(
 def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     """The cells that match any pattern, in order; without patterns, all. Raises ConfigError."""
     if not experiment.cells:
-        raise ConfigError(
-            f"{experiment.name} has no cells yet: its module in experiments/ says which runs and "
-            "commands come first"
-        )
+        raise ConfigError(f"{experiment.name} has no cells yet: {experiment.before}")
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
