@@ -226,6 +226,8 @@ class Row:
     """wall-clock, without loading the data"""
     commit: str = ""
     """of the program, with ``+`` if its code had changes; empty if unknown"""
+    precision: str = ""
+    """bf16 or float32, whichever was faster where bf16 was asked for; empty: it was not"""
 
 
 Points: TypeAlias = dict[str, Series]

@@ -164,6 +164,7 @@ def run_job(job: PlannedRun) -> tuple[Row, Points]:
         best.version,
         outcome.last(job.metric),
         round(outcome.seconds, 2),
+        precision=outcome.precision,
     )
     return row, thinned(outcome.versions, job.points)
 
@@ -320,7 +321,7 @@ class Store:
     def _rows(self) -> list[Row]:
         found = {}
         for line in self._lines(ROWS):
-            # some results are older than the column `commit`
+            # some results are older than the columns `commit` and `precision`
             row = Row(**{f.name: _TYPES[str(f.type)](line.get(f.name, "")) for f in fields(Row)})
             found[row.cell, row.repeat] = row
         return list(found.values())

@@ -325,6 +325,13 @@ def test_the_list_says_what_an_experiment_without_cells_waits_for(
     ]
 
 
+def test_results_name_their_precision(tiny: Experiment, tmp_path: Path) -> None:
+    bf16 = replace(tiny, base={**tiny.base, "solver.precision": "bf16"})
+    assert {row.precision for row in run(tiny, tmp_path, repeats=1, scale=10).rows} == {""}
+    rows = run(bf16, tmp_path, repeats=1, scale=10).rows
+    assert {row.precision for row in rows} <= {"bf16", "float32"}
+
+
 def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10, program="0123456789ab")
     assert {row.commit for row in results.rows} == {"0123456789ab"}
