@@ -23,9 +23,10 @@ ALGORITHMS = RESULTS.parents[1] / "docs" / "algorithms.md"
 
 
 def listed() -> list[str]:
-    """List the experiments, one per line."""
+    """List the experiments, one per line; one without cells with what it waits for."""
     return [
         f"{name:24} {len(one.cells):3} cells  {one.title}"
+        + (f" ({one.before})" if not one.cells else "")
         for name, one in reproduction.catalogue().items()
     ]
 

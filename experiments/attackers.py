@@ -4,8 +4,9 @@
         --set 'task.args={data="mnist", devices=100, attack="flip", share=0.2}'
 
 The data is that of a built-in task, split over ``devices`` by ``partition``, a table as
-``task.partition``. A share of the devices, drawn from ``seed``, attacks. Where its training would
-make the update D = x_new - x_tau, an attacker sends
+``task.partition``; by default devices have similar data (``iid``), as rules that resist attackers
+assume. A share of the devices, drawn from ``seed``, attacks. Where its training would make the
+update D = x_new - x_tau, an attacker sends
 
     none      D
     labels    D after training on class numbers c replaced by C - 1 - c
@@ -100,9 +101,10 @@ def attacked(
     """The task. Raises ConfigError, DataError."""
     if attack not in get_args(Attack):
         raise ConfigError(f"attack = {attack!r}: expected one of {', '.join(get_args(Attack))}")
-    settings = TaskSettings.model_validate(
-        {"name": data, "devices": devices, "partition": partition, "data_root": data_root}
-    )
+    if not 0 <= round(share * devices) < devices:
+        raise ConfigError(f"share = {share}: must be at least 0 and leave an honest device")
+    keys = {"name": data, "devices": devices, "data_root": data_root}
+    settings = TaskSettings.model_validate({**keys, "partition": partition or {"kind": "iid"}})
     task = load_task(data, settings)
     if not isinstance(task, InMemory):
         raise ConfigError(f"data = {data!r}: expected a built-in task of images")

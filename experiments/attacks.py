@@ -1,7 +1,9 @@
 """What each rule withstands: 20 of 100 devices attack, with logistic regression on MNIST.
 
-1,000 updates, 20 tasks in flight, as in :mod:`experiments.rules` but with devices of equal speed.
-Each attack of :mod:`experiments.attackers`, against fedbuff and the rules that resist attackers.
+20 tasks in flight, as in :mod:`experiments.rules` but with devices of equal speed. Each attack of
+:mod:`experiments.attackers`, against fedbuff and the rules that resist attackers. What is measured
+after 1,000 updates have arrived does not count: basgd's and aflguard's runs are longer, as basgd's
+versions wait for all buckets, and aflguard refuses updates.
 The pipeline's own limit of norms is off (``updater.norm_factor`` is 0), so the rules stand alone.
 """
 
@@ -18,7 +20,7 @@ from experiments.reproduction import (
     Picture,
     Results,
     above,
-    mean_of,
+    best_elsewhere,
 )
 from experiments.rules import BASE, DEVICES, K
 from experiments.showing import mean_and_deviation
@@ -78,13 +80,17 @@ def _cells() -> tuple[Cell, ...]:
     )
 
 
+def _late(results: Results, partition: str, attack: str, rule: str) -> dict[int, float]:
+    return results.late(_label(partition, attack, rule), "accuracy", UPDATES)
+
+
 def _claims(results: Results) -> list[JudgedClaim]:
     """Where an attack makes fedbuff collapse, is the best rule near fedbuff without attackers?"""
     found = []
     for partition, attack in product(PARTITIONS, ATTACKS[1:]):
-        late = {rule: results.late(_label(partition, attack, rule), "accuracy") for rule in RULES}
-        calm = results.late(_label(partition, "none", PLAIN), "accuracy")
-        best = max((rule for rule in RULES if rule != PLAIN), key=lambda rule: mean_of(late[rule]))
+        late = {rule: _late(results, partition, attack, rule) for rule in RULES}
+        calm = _late(results, partition, "none", PLAIN)
+        best = best_elsewhere(of for rule, of in late.items() if rule != PLAIN)
         each = ", ".join(f"{rule} {mean_and_deviation([*late[rule].values()])}" for rule in RULES)
         found.append(
             JudgedClaim(
@@ -92,7 +98,7 @@ def _claims(results: Results) -> list[JudgedClaim]:
                 f"less than {NEAR:g}.",
                 [
                     above(calm, late[PLAIN], COLLAPSED),
-                    above(late[best], calm, -NEAR),
+                    above(best, calm, -NEAR),
                 ],
                 f"Without attackers fedbuff has {mean_and_deviation([*calm.values()])}; "
                 f"attacked: {each}.",
@@ -127,9 +133,10 @@ EXPERIMENTS = (
                     Panel(
                         f"{partition}: {attack}",
                         {rule: _label(partition, attack, rule) for rule in RULES},
-                        x="updates",
-                        xlabel="updates",
+                        x="communications",
+                        xlabel="models sent and received: two for each update",
                         ylabel="test accuracy",
+                        xlim=(0.0, 2.0 * UPDATES),
                         ylim=(0.0, 1.0),
                     )
                     for partition, attack in product(PARTITIONS, ATTACKS)
@@ -138,6 +145,7 @@ EXPERIMENTS = (
             ),
         ),
         claims=_claims,
+        answers=UPDATES,
         grid={
             rule: {
                 f"{partition}, {attack}": _label(partition, attack, rule)
@@ -147,7 +155,15 @@ EXPERIMENTS = (
         },
         notes=(
             "The attackers and the partition are the same in every repeat.",
-            "In the claims, accuracy is the mean over the last third of the measurements.",
+            (
+                f"Claims and pictures end when {UPDATES:,} updates have arrived, refused ones "
+                "included. The runs of basgd and aflguard are longer, so their 'best' and 'last' "
+                "below cost more updates than the others'."
+            ),
+            (
+                "In the claims, accuracy is the mean over the last third of the measurements; in "
+                "each repeat, the best rule is that of the other repeats."
+            ),
         ),
     ),
 )

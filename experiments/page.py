@@ -90,7 +90,7 @@ def _grid(experiment: Experiment, results: Results) -> list[str]:
     """Accuracy in the last third of a run, by row and column; the best of a column in bold."""
     late = {
         row: {
-            column: [*results.late(label, experiment.metric).values()]
+            column: [*results.late(label, experiment.metric, experiment.answers).values()]
             for column, label in cells.items()
         }
         for row, cells in experiment.grid.items()

@@ -225,6 +225,8 @@ class Row:
     """wall-clock, without loading the data"""
     commit: str = ""
     """of the program, with ``+`` if its code had changes; empty if unknown"""
+    precision: str = ""
+    """bf16 or float32, whichever was faster where bf16 was asked for; empty: it was not"""
 
 
 Points: TypeAlias = dict[str, Series]
@@ -285,7 +287,7 @@ class Results:
         return float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
     def curve(self, cell: str, x: str, y: str) -> tuple[Series, Series, Series]:
-        """(x, mean of y, deviation of y) at every kept version."""
+        """(x, mean of y, deviation of y) at every kept version; a single repeat deviates by 0."""
         found = [self.curves[cell, row.repeat] for row in self.of(cell)]
         if not found:
             raise ConfigError(f"no curve of cell {cell!r}")
@@ -294,7 +296,8 @@ class Results:
         size = min(len(curve[y]) for curve in found)  # diverged runs are shorter
         xs, ys = (np.array([curve[name][:size] for curve in found]) for name in (x, y))
         kept = ~np.isnan(ys).any(axis=0)
-        return xs.mean(axis=0)[kept], ys.mean(axis=0)[kept], ys.std(axis=0)[kept]
+        spread = ys.std(axis=0, ddof=1) if len(ys) > 1 else np.zeros(size)
+        return xs.mean(axis=0)[kept], ys.mean(axis=0)[kept], spread[kept]
 
     def measured(self, cell: str, x: str, y: str) -> dict[int, tuple[Series, Series]]:
         """Each repeat's (x, y) at the kept versions where y was measured."""
@@ -308,13 +311,20 @@ class Results:
             n: float(np.interp(value, xs, ys)) for n, (xs, ys) in self.measured(cell, x, y).items()
         }
 
-    def late(self, cell: str, y: str) -> dict[int, float]:
+    def late(self, cell: str, y: str, answers: int | None = None) -> dict[int, float]:
         """Each repeat's mean of y over the last third of the measurements, by repeat.
 
-        A single measurement says more about its moment than about its cell.
+        A single measurement says more about its moment than about its cell. ``answers``: later
+        measurements than after so many updates arrived, refused ones included, do not count.
         """
-        found = {row.repeat: self.curves[cell, row.repeat][y] for row in self.of(cell)}
-        return {n: float(values[-max(1, len(values) // 3) :].mean()) for n, values in found.items()}
+        found = {}
+        for row in self.of(cell):
+            curve = self.curves[cell, row.repeat]
+            values = curve[y]
+            if answers is not None:
+                values = values[curve["communications"] <= 2 * answers]
+            found[row.repeat] = float(values[-max(1, len(values) // 3) :].mean())
+        return found
 
     def differences(self, cell: str, other: str, y: str) -> Series:
         """What a cell's late y is above another's, for every repeat that both have.
@@ -330,6 +340,20 @@ class Results:
 def above(high: PerRepeat, low: PerRepeat, least: float = 0.0, *, times: float = 1.0) -> Series:
     """high - times low - least, in every repeat that both have: equal seeds have equal arrivals."""
     return np.array([high[n] - times * low[n] - least for n in high if n in low])
+
+
+def best_elsewhere(cells: Iterable[PerRepeat]) -> dict[int, float]:
+    """Each repeat's value of the cell that is best on average in the other repeats.
+
+    So no repeat's luck chooses its own cell. Empty with fewer than two repeats.
+    """
+    by_cell = list(cells)
+    repeats = set[int].intersection(*map(set, by_cell)) if by_cell else set[int]()
+    found = {}
+    for n in sorted(repeats) if len(repeats) > 1 else ():
+        best = max(by_cell, key=lambda of: mean(of[m] for m in repeats if m != n))
+        found[n] = best[n]
+    return found
 
 
 def within(values: Iterable[PerRepeat], limit: float) -> list[Series]:
@@ -385,12 +409,16 @@ class Experiment:
     pictures: Sequence[Picture] = ()
     claims: Callable[[Results], Sequence[JudgedClaim]] = no_claims
     """may raise TooShort"""
+    before: str = ""
+    """why it has no cells yet, and the commands that give it some"""
     partly: bool = False
     """whether claims are judged before every cell has run"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
     grid: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """labels of cells by row and column, for a table in docs/algorithms.md"""
+    answers: int | None = None
+    """in that table, measurements after so many arrived updates do not count"""
 
     def sets(self, cell: Cell, repeat: int, scale: float) -> dict[str, object]:
         """All configuration keys of a run."""

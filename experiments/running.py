@@ -118,10 +118,7 @@ def jobs_of(
 def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     """The cells that match any pattern, in order; without patterns, all. Raises ConfigError."""
     if not experiment.cells:
-        raise ConfigError(
-            f"{experiment.name} has no cells yet: its module in experiments/ says which runs and "
-            "commands come first"
-        )
+        raise ConfigError(f"{experiment.name} has no cells yet: {experiment.before}")
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
@@ -167,6 +164,7 @@ def run_job(job: PlannedRun) -> tuple[Row, Points]:
         best.version,
         outcome.last(job.metric),
         round(outcome.seconds, 2),
+        precision=outcome.precision,
     )
     return row, thinned(outcome.versions, job.points)
 
@@ -323,7 +321,7 @@ class Store:
     def _rows(self) -> list[Row]:
         found = {}
         for line in self._lines(ROWS):
-            # some results are older than the column `commit`
+            # some results are older than the columns `commit` and `precision`
             row = Row(**{f.name: _TYPES[str(f.type)](line.get(f.name, "")) for f in fields(Row)})
             found[row.cell, row.repeat] = row
         return list(found.values())

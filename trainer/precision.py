@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedstream.trainer.data import seeded
 
@@ -36,7 +36,8 @@ class Precision:
         """``say``: called with a line if float32 is faster."""
         self._task = task
         self._say = say
-        self._is_faster: bool | None = None  # bfloat16; None: not measured yet
+        self.chosen: Literal["", "bf16", "float32"] = ""
+        """the faster one; empty: not measured yet"""
 
     def settled(self, work: Work, model: nn.Module, data: Dataset[Any]) -> Work:
         """The work in the faster precision.
@@ -47,17 +48,17 @@ class Precision:
         """
         if work.solver.precision == "float32" or not self._task.exact_steps:
             return work
-        if self._is_faster is None:
+        if not self.chosen:
             float32, bf16 = (1e3 * seconds for seconds in self._measured(work, model, data))
             if work.cancelled():
                 return work
-            self._is_faster = bf16 < float32
-            if not self._is_faster:
+            self.chosen = "bf16" if bf16 < float32 else "float32"
+            if self.chosen == "float32":
                 self._say(
                     f"solver.precision = bf16 is slower here: a step takes {bf16:.3g} ms, in "
                     f"float32 {float32:.3g} ms; training in float32"
                 )
-        return work if self._is_faster else _in_precision(work, "float32")
+        return _in_precision(work, self.chosen)
 
     def _measured(self, work: Work, model: nn.Module, data: Dataset[Any]) -> list[float]:
         """The least seconds of a step in float32 and in bfloat16."""

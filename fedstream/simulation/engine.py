@@ -123,6 +123,8 @@ class SimulationResult:
     """versions at which the rule's step changed, each with the rate from then on"""
     remembering: int = 0
     """devices with error feedback; each takes the memory of a model's parameters"""
+    precision: str = ""
+    """with ``solver.precision = "bf16"``: the faster of bf16 and float32, which was used"""
 
     @property
     def measured(self) -> list[VersionMade]:
@@ -417,6 +419,7 @@ class _Simulation:
             self._goal,
             self._steps,
             self._transport.remembering,
+            self._training.precision.chosen,
         )
 
     # the checkpoint
@@ -425,12 +428,13 @@ class _Simulation:
         state = {name: one for name, one in vars(self).items() if name not in _MADE_ANEW}
         new = checkpoint.with_name(f"{checkpoint.name}.new")
         with new.open("wb") as file:
-            pickle.dump((state, self._training.local), file)
+            pickle.dump((state, self._training.local, self._training.precision.chosen), file)
         new.replace(checkpoint)
 
     def _restore(self, checkpoint: Path) -> None:
         try:
-            state, self._training.local = pickle.loads(checkpoint.read_bytes())  # noqa: S301  (own)
+            kept = pickle.loads(checkpoint.read_bytes())  # noqa: S301  (own)
+            state, self._training.local, self._training.precision.chosen = kept
         except Exception as error:  # a damaged pickle raises nearly anything
             raise ConfigError(
                 f"{checkpoint} is damaged, or of another release: delete it to start anew "

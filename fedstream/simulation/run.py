@@ -294,6 +294,7 @@ def summary(settings: Settings, outcome: SimulationResult, history: History) -> 
         "seconds": round(outcome.seconds, 3),
         "device_epochs_per_s": round(last.epochs / outcome.seconds, 3),
         "trained_together": outcome.together,
+        "precision": outcome.precision or "float32",
         "state": outcome.state,
         "why": outcome.why,
         "run": settings.run.name,

@@ -91,7 +91,7 @@ class Training:
         """values of local tensors, by device, once it has trained"""
         self._group: stacked.StackedTraining | None = None
         self._channels_last = False
-        self._precision = Precision(task, partial(line, err=True))
+        self.precision = Precision(task, partial(line, err=True))
         if simulation.batched and _faster_channels_last(task, self.module):
             self._channels_last = True
         elif (
@@ -188,7 +188,7 @@ class Training:
         with blamed(f"device {device} at version {job.version}"):
             with self._layout():
                 data = self.data(device)
-                work = self._precision.settled(work, self.module, data)
+                work = self.precision.settled(work, self.module, data)
                 trained = self._task.train(self.module, data, work)
             vector.read(self.module, job.into)
             sent = self._as_sent(job, trained)

@@ -67,6 +67,20 @@ def test_unknown_attack_is_refused() -> None:
         attacked(attack="flips")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("share", [-0.1, 0.95])
+def test_a_share_without_an_honest_device_is_refused(share: float) -> None:
+    with pytest.raises(
+        ConfigError, match=f"share = {share}: must be at least 0 and leave an honest"
+    ):
+        attacked(share=share)
+
+
+def test_data_are_similar_unless_a_partition_says_otherwise() -> None:
+    alike, unlike = attacked(), attacked(partition={"kind": "classes", "p": 2})
+    classes = [set(one.device_data(0).tensors[1].tolist()) for one in (alike, unlike)]
+    assert [len(some) for some in classes] == [10, 2]
+
+
 @pytest.mark.parametrize(
     ("strategy", "learns"),
     [
@@ -79,7 +93,7 @@ def test_two_of_ten_attackers_ruin_a_mean_but_no_middle(
     tmp_path: Path, strategy: dict[str, Any], learns: bool
 ) -> None:
     run = fedstream.simulate(
-        attacked(attack="scaled", partition={"kind": "iid"}),
+        attacked(attack="scaled"),
         strategy=strategy,
         versions=20,
         journal=False,

@@ -22,6 +22,7 @@ from experiments.reproduction import (
     Row,
     SweepPanel,
     above,
+    best_elsewhere,
     catalogue,
     no_claims,
     settings_of,
@@ -145,7 +146,7 @@ def test_run_writes_rows_curves_table_and_pictures(tiny: Experiment, tmp_path: P
     halfway = results.at("fast", "gradients", 37.5, "accuracy")
     assert list(halfway) == [0, 1]
     assert np.mean([*halfway.values()]) == pytest.approx(mean[1:3].mean())
-    assert (deviation >= 0).all()
+    assert deviation[-1] == pytest.approx(results.deviation("fast", "last"))
     assert mean[-1] == pytest.approx(results.mean("fast", "last"))
     about = json.loads((folder / "about.json").read_text())
     assert about["calls"][0]["command"] == "reproduce tiny"
@@ -268,6 +269,20 @@ def test_figures_are_compared_repeat_by_repeat() -> None:
     assert (one[0], other[0]) == (0.75, 0.25)
 
 
+def test_a_repeats_best_cell_is_that_of_the_other_repeats() -> None:
+    lucky, steady = {0: 9.0, 1: 1.0, 2: 1.0, 5: 9.0}, {0: 2.0, 1: 2.0, 2: 3.0}
+    assert best_elsewhere([lucky, steady]) == {0: 2.0, 1: 1.0, 2: 1.0}
+    assert best_elsewhere([{0: 1.0}]) == best_elsewhere([]) == {}
+
+
+def test_measurements_after_so_many_answers_do_not_count(tiny: Experiment, tmp_path: Path) -> None:
+    results = run(tiny, tmp_path, repeats=1)
+    accuracy = results.curves["fast", 0]["accuracy"]  # at 0, 5, 10, 15 and 20 answers
+    assert results.late("fast", "accuracy", 10) == {0: accuracy[2]}
+    assert results.late("fast", "accuracy", 9) == {0: accuracy[1]}
+    assert results.late("fast", "accuracy") == {0: accuracy[4]}
+
+
 @pytest.mark.parametrize("name", catalogue())
 def test_stored_results_match_current_configurations(name: str) -> None:
     """Else `python -m experiments` would throw them away and run them anew."""
@@ -294,8 +309,27 @@ def test_single_cell_with_a_given_first_seed(tiny: Experiment) -> None:
 
 
 def test_an_experiment_whose_cells_are_not_chosen_yet(tiny: Experiment, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tiny has no cells yet: .* come first"):
-        run(replace(tiny, cells=()), tmp_path / "out")
+    with pytest.raises(ConfigError, match="tiny has no cells yet: first run `that`"):
+        run(replace(tiny, cells=(), before="first run `that`"), tmp_path / "out")
+
+
+def test_the_list_says_what_an_experiment_without_cells_waits_for(
+    tiny: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = replace(tiny, before="first run `that`")
+    known = {"ready": ready, "waiting": replace(ready, cells=())}
+    monkeypatch.setattr(reproduction, "catalogue", lambda: known)
+    assert command.listed() == [
+        "ready                      2 cells  Tiny",
+        "waiting                    0 cells  Tiny (first run `that`)",
+    ]
+
+
+def test_results_name_their_precision(tiny: Experiment, tmp_path: Path) -> None:
+    bf16 = replace(tiny, base={**tiny.base, "solver.precision": "bf16"})
+    assert {row.precision for row in run(tiny, tmp_path, repeats=1, scale=10).rows} == {""}
+    rows = run(bf16, tmp_path, repeats=1, scale=10).rows
+    assert {row.precision for row in rows} <= {"bf16", "float32"}
 
 
 def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
@@ -347,7 +381,6 @@ def test_the_command_runs_an_experiment_by_its_name(
     monkeypatch.setattr(reproduction, "catalogue", lambda: {"tiny": tiny})
     ask(["tiny"], tmp_path / "out")
     assert (tmp_path / "out" / TABLE).is_file()
-    assert command.listed() == ["tiny                       2 cells  Tiny"]
 
 
 def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,8 @@ from fedstream.core.errors import ConfigError
 from tests.fedstream.simulation.test_simulation import RULES, Small, run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fedstream.simulation import VersionMade
     from fedstream.trainer.solvers import Trained, Work
 
@@ -79,6 +83,30 @@ def test_a_killed_run_ends_as_it_would_have(
     assert (found.versions, found.steps) == (expected.versions, expected.steps)
     assert (found.given_up, found.update_bytes) == (expected.given_up, expected.update_bytes)
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_continued_run_keeps_its_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 was the faster of two steps; where the run goes on, it is the slower."""
+
+    def clock(steps: Iterator[float]) -> None:
+        ticks = accumulate(steps)
+        monkeypatch.setattr(
+            "fedstream.trainer.precision.time", SimpleNamespace(perf_counter=lambda: next(ticks))
+        )
+
+    keys = ("solver.precision=bf16",)
+    clock(1 / n for n in count(1))
+    expected = run(*keys)
+    monkeypatch.setattr("fedstream.simulation.engine._SAVE_S", 0.0)
+    clock(1 / n for n in count(1))
+    with pytest.raises(Killed):
+        run(*keys, checkpoint=tmp_path / "a.checkpoint", on_version=kill)
+    clock(map(float, count(1)))
+    assert run(*keys).precision == "float32"
+    found = run(*keys, checkpoint=tmp_path / "a.checkpoint")
+    assert (found.precision, found.model.digest()) == ("bf16", expected.model.digest())
 
 
 def test_a_run_that_stops_early_remembers_its_best(

@@ -111,6 +111,7 @@ def test_simulate_writes_the_same_files_as_run(folder: Path) -> None:
     assert numbers["accuracy"] > 0.3
     assert (numbers["versions"], numbers["state"]) == (40, "finished")
     assert numbers["max_staleness"] <= 4
+    assert numbers["precision"] == "float32"
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["version"]) for row in rows] == list(range(41))
