@@ -202,6 +202,11 @@ class Strategy(NamedSettings):
         return False
 
     @property
+    def names_suspects(self) -> bool:
+        """Whether the rule names suspects; of a user's own rule, it is not asked."""
+        return False
+
+    @property
     def rate(self) -> float:
         """The factor by which a single delta moves the model; 1 for models."""
         return 1.0
