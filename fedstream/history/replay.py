@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import BaseModel
 from rich.table import Table
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
-from fedstream.core.messages import Sends
+from fedstream.core.messages import Message, Sends
 from fedstream.history import pictures, report
 from fedstream.history.measuring import measuring, no_test_data
 from fedstream.journal import JournalError, journal_of
@@ -295,9 +295,8 @@ def follow(
                     out.why_dropped[moment.step.decision.reason] += 1
                 if out.inherited is not None and influenced is not None and fate == "used":
                     out.inherited += moment.message.upload.tau >= influenced
-            elif out.changed and isinstance(moment.message, Taken):
-                if moment.message.outcome == "refused":
-                    out.refused[moment.message.reason] += 1
+            elif out.changed and _is_refused(moment.message):
+                out.refused[moment.message.reason] += 1
             if moment.message.digest is None:
                 continue
             out.version = moment.message.version
@@ -318,6 +317,10 @@ def follow(
     out.torn = f"{torn.place}{torn.lost}" if torn else None
     out.seconds = time.monotonic() - started
     return out
+
+
+def _is_refused(message: Message) -> TypeGuard[Taken]:
+    return isinstance(message, Taken) and message.outcome == "refused"
 
 
 def _fate(moment: Moment) -> str:

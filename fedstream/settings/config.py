@@ -167,8 +167,8 @@ class Settings(Section):
         if self.updater.quarantine_after and names_none:
             raise ValueError(
                 f"updater.quarantine_after = {self.updater.quarantine_after} with strategy.name = "
-                f"{strategy.name!r}, which names no suspects: set strategy.clip, strategy.aggregate "
-                "of fedbuff, or strategy.name = 'aflguard'; or leave it out"
+                f"{strategy.name!r}, which names no suspects: set strategy.clip, fedbuff's "
+                "strategy.aggregate or strategy.name = 'aflguard', or leave it out"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):
