@@ -168,6 +168,8 @@ class _Follower:
             barred -= devices
         else:
             barred |= devices
+            for device in message["devices"]:
+                self.course.forget(device)
 
     def _scaled(self, message: dict[str, Any]) -> Iterator[str]:
         """Later steps are longer or shorter, for the sake of versions not decided on before."""

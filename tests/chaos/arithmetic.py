@@ -202,6 +202,18 @@ class Course:
         self.model, self.arrivals, self.late = made, 0, 0
         self.version += 1
 
+    def forget(self, device: int) -> None:
+        """A device is quarantined: what is kept of it is zero."""
+        if self.name not in CACHING or device not in self.last or self.sums is None:
+            return
+        x, buffers, controls = self.shape.split(self.sums)
+        self.sums = np.concatenate([_plus(x, self.last[device], -1.0), buffers, controls])
+        if self.name == "ca2fl" and device not in self.since and self.before is not None:
+            self.before = _plus(self.before, self.last[device], -1.0)
+        if self.name == "aced":
+            self.since.pop(device, None)
+        self.last[device] = np.zeros_like(self.last[device])
+
     def _recent(self, x: Vector, total: Vector, rate: float) -> tuple[Vector, Vector]:
         """ACED: along the mean of the updates that are not too old; the others leave the sum."""
         for device, version in list(self.since.items()):
