@@ -31,7 +31,7 @@ from fedstream.journal import (
     Taken,
     Writer,
 )
-from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.progress import Progress, Step, close_round, forget, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
 from fedstream.journal.records import DROPPED_ROUNDS, EVALUATIONS, STEP_SCALES, WIRE_FORMATS
 from fedstream.strategies import (
@@ -197,6 +197,9 @@ class Scribe:
             received=self._time,
         )
         self.quarantines = quarantines_after(self.quarantines, record)
+        if not release:
+            rule = self.strategy.build(self.head.devices)
+            self.progress = forget(rule, self.progress, devices)
         self.writer.append(record)
         return record
 

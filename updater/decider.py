@@ -47,7 +47,15 @@ from fedstream.journal import (
     Taken,
 )
 from fedstream.journal.norms import WINDOW, sizes
-from fedstream.journal.progress import Progress, Step, close_round, open_sum, take, weight_of
+from fedstream.journal.progress import (
+    Progress,
+    Step,
+    close_round,
+    forget,
+    open_sum,
+    take,
+    weight_of,
+)
 from fedstream.journal.rebuild import end_of, unfit
 from fedstream.journal.records import (
     DROPPED_ROUNDS,
@@ -102,7 +110,7 @@ class Decider:
         copy of the memory, so a change that belongs to none of them leaves ``state`` unchanged.
         """
         if isinstance(message, SetQuarantine):
-            return self._set_quarantine(entry, message, state)
+            return await _off_loop(state, partial(self._set_quarantine, entry, message, state))
         if isinstance(message, DevicesEvaluated):
             return self._end_evaluation(entry, message, state)
         if isinstance(message, StepProposed):
@@ -358,9 +366,9 @@ class Decider:
 
     def _set_quarantine(self, entry: Entry, wanted: SetQuarantine, state: RunState) -> Change:
         """Put devices in quarantine or release them; without a record if nothing changes."""
-        before, devices = state.progress, state.quarantines.changed(wanted)
+        devices = state.quarantines.changed(wanted)
         if not devices or state.ends.obeyed(entry.id):
-            return Change(entry.id, None, (), before)
+            return Change(entry.id, None, (), state.progress)
         record = QuarantineSet(
             entry=entry.id,
             devices=devices,
@@ -371,7 +379,11 @@ class Decider:
             received=entry.time,
             counts=dict(state.besides),
         )
-        return Change(entry.id, record, (), before)
+        if wanted.release:
+            return Change(entry.id, record, (), state.progress)
+        state = self._apart(state)
+        after = forget(state.strategy, state.progress, devices)
+        return Change(entry.id, record, (), after)
 
     def _end_evaluation(self, entry: Entry, ended: DevicesEvaluated, state: RunState) -> Change:
         """Record an evaluation on the devices; without a record if it has one.

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fedstream.core.messages import QUARANTINED, SetQuarantine
+from fedstream.journal import QuarantineSet
 from fedstream.updater.state import Change, RunState
 
 _WHY = "its updates stand out"
@@ -16,7 +17,7 @@ class Suspicions:
     """Counts how often in a row each device's updates stood out, since this updater began.
 
     An update stands out when its change names its device. A device's count begins anew with a
-    version that has updates of it, none of which stood out.
+    version that has updates of it, none of which stood out, and with its quarantine or release.
     """
 
     limit: int  # so many in a row lead to the quarantine; 0: none does
@@ -30,6 +31,9 @@ class Suspicions:
         """
         if not self.limit:
             return None
+        if isinstance(change.record, QuarantineSet):
+            for device in change.record.devices:
+                del self.counts[device]
         self.counts.update(change.suspects)
         self.recent.update(change.suspects)
         if change.version is not None:

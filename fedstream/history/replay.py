@@ -8,22 +8,23 @@ from __future__ import annotations
 import csv
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import BaseModel
 from rich.table import Table
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.layout import Model
-from fedstream.core.messages import Sends
+from fedstream.core.messages import Message, Sends
 from fedstream.history import pictures, report
 from fedstream.history.measuring import measuring, no_test_data
 from fedstream.journal import JournalError, journal_of
-from fedstream.journal.records import is_used
+from fedstream.journal.records import Taken, is_used
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.private.settings import Buckets
 from fedstream.runtime.config import load
@@ -151,7 +152,8 @@ class ReplayResult:
     identical: int = 0
     updates_checked: bool = True  # against their recorded digests
     updates: dict[str, int] = field(default_factory=dict)  # number by fate under another rule
-    why_dropped: dict[str, int] = field(default_factory=dict)  # of these, by reason
+    why_dropped: Counter[str] = field(default_factory=Counter)  # of these, by reason
+    refused: Counter[str] = field(default_factory=Counter)  # recorded without bytes, by reason
     converted_to: Sends | None = None  # what another rule takes, if devices did not send that
     inherited: int | None = None  # updates used whose base was influenced by a left-out device
     oldest: int = 0  # version in the journal; the influence of earlier ones is unknown
@@ -290,10 +292,11 @@ def follow(
                 fate = _fate(moment)
                 out.updates[fate] += 1
                 if fate == "dropped" and moment.step.decision is not None:
-                    why = moment.step.decision.reason
-                    out.why_dropped[why] = out.why_dropped.get(why, 0) + 1
+                    out.why_dropped[moment.step.decision.reason] += 1
                 if out.inherited is not None and influenced is not None and fate == "used":
                     out.inherited += moment.message.upload.tau >= influenced
+            elif out.changed and _is_refused(moment.message):
+                out.refused[moment.message.reason] += 1
             if moment.message.digest is None:
                 continue
             out.version = moment.message.version
@@ -314,6 +317,10 @@ def follow(
     out.torn = f"{torn.place}{torn.lost}" if torn else None
     out.seconds = time.monotonic() - started
     return out
+
+
+def _is_refused(message: Message) -> TypeGuard[Taken]:
+    return isinstance(message, Taken) and message.outcome == "refused"
 
 
 def _fate(moment: Moment) -> str:
@@ -410,6 +417,9 @@ def _used(out: ReplayResult) -> str:
         text += f", could not use {unfit} (no steps, or an unknown device)"
     if no_base := updates["no_base"]:
         text += f", could not convert {no_base} (trained from models that the journal lacks)"
+    if refused := out.refused.total():
+        why = ", ".join(sorted(out.refused))
+        text += f"; {refused} that were refused ({why}) are journalled without their bytes"
     if out.converted_to is not None:
         text += f"; {_CONVERTED[out.converted_to]}"
     if out.inherited is not None:

@@ -165,6 +165,12 @@ def close_round(strategy: Strategy, before: Progress, version: int, *, drops: bo
     return Step(replace(before, state=state, held=()), made=before.held)
 
 
+def forget(strategy: Strategy, before: Progress, devices: Iterable[int]) -> Progress:
+    """The run once ``devices`` are quarantined. Raises ConfigError as :func:`take` does."""
+    with _asking(strategy, "forget"):
+        return replace(before, state=strategy.forget(before.state, devices))
+
+
 def charged(
     accounts: Mapping[int, PrivacyAccount],
     batch: Iterable[tuple[int, int]],

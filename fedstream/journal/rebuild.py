@@ -26,7 +26,15 @@ from fedstream.journal.errors import (
     UpdateAltered,
 )
 from fedstream.journal.norms import Norms
-from fedstream.journal.progress import PrivacyAccount, Progress, Step, close_round, open_sum, take
+from fedstream.journal.progress import (
+    PrivacyAccount,
+    Progress,
+    Step,
+    close_round,
+    forget,
+    open_sum,
+    take,
+)
 from fedstream.journal.records import (
     EntryRecord,
     EvaluationEnded,
@@ -260,6 +268,8 @@ class Rebuild:
             )
         elif isinstance(message, StepScaled):
             step = Step(replace(before, scale=message.scale, scaled_at=message.at))
+        elif isinstance(message, QuarantineSet) and not message.release:
+            step = Step(forget(self.strategy, before, message.devices))
         else:
             step = Step(before)
         self.progress = step.after

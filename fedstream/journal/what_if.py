@@ -16,9 +16,16 @@ import numpy as np
 
 from fedstream.core.layout import Model
 from fedstream.core.messages import Message, Sends
-from fedstream.journal.progress import Progress, Step, close_round, open_sum, take
+from fedstream.journal.progress import Progress, Step, close_round, forget, open_sum, take
 from fedstream.journal.rebuild import recorded, unfit
-from fedstream.journal.records import RoundClosed, StepScaled, SumOpened, Taken, is_used
+from fedstream.journal.records import (
+    QuarantineSet,
+    RoundClosed,
+    StepScaled,
+    SumOpened,
+    Taken,
+    is_used,
+)
 from fedstream.journal.segment import Record
 from fedstream.strategies import Strategy
 
@@ -73,6 +80,8 @@ class WhatIf:
             step = take(self._rule, before, upload, sent, spare)
         if isinstance(message, StepScaled):
             step = Step(replace(before, scale=message.scale, scaled_at=message.at))
+        elif isinstance(message, QuarantineSet) and not message.release:
+            step = Step(forget(self._rule, before, message.devices))
         elif isinstance(message, SumOpened):
             used += before.state.models()
             step = open_sum(self._rule, before, update, message.reason)

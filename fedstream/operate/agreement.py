@@ -72,17 +72,19 @@ def draft(
     ``roster``, ``helper``: as in the policy; by default those of nobody, to check the rest. Raises
     ConfigError if there can be no such run.
     """
-    from fedstream.strategies.private_sums import check_layout
+    from fedstream.strategies.private_sums import check_layout, check_sums
 
     if why := refusal(settings):
         raise ConfigError(why)
     terms, rule = settings.private.terms, settings.strategy
+    check_sums(rule)
     in_a_sum = max(1, rule.batch // settings.private.buckets)
     least = in_a_sum if terms.min_batch is None else terms.min_batch
     if least < 2:
         raise ConfigError(
             f"strategy.name = {rule.name!r} has sums of {least} update: a private run needs "
-            "sums of at least 2: choose fedbuff, fedavg or afa-cd, and fewer private.buckets"
+            f"sums of at least 2: raise strategy.{rule.batch_key} or private.terms.min_batch, or "
+            "take fewer private.buckets"
         )
     if devices < rule.batch:
         raise ConfigError(

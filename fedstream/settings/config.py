@@ -42,7 +42,7 @@ from fedstream.settings.simulation import (
 )
 from fedstream.settings.start import StartingPoint
 from fedstream.sinks.settings import SomeSink
-from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
+from fedstream.strategies import RULES, FedAsyncSettings, Strategy, StrategySettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
 from fedstream.trainer.goals import StopSettings, is_on_devices, is_over_devices
@@ -161,6 +161,14 @@ class Settings(Section):
             raise ValueError(
                 "strategy.adapt with journal.weights = false: the models to score are made "
                 "from the journal's updates: leave out journal.weights"
+            )
+        # A user's rule may name any update.
+        names_none = type(strategy) in RULES.built_in.values() and not strategy.names_suspects
+        if self.updater.quarantine_after and names_none:
+            raise ValueError(
+                f"updater.quarantine_after = {self.updater.quarantine_after} with strategy.name = "
+                f"{strategy.name!r}, which names no suspects: set strategy.clip, fedbuff's "
+                "strategy.aggregate or strategy.name = 'aflguard', or leave it out"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):

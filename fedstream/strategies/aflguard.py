@@ -45,6 +45,11 @@ class AflGuardSettings(FedBuffSettings):
         """The newest update of a root device, and FedBuff's vectors."""
         return (_ROOT, *super().vector_names)
 
+    @property
+    def names_suspects(self) -> bool:
+        """True: the devices whose updates are refused."""
+        return True
+
     def span(self, layout: Layout) -> int:
         """The parameters and the buffers."""
         return layout.floats

@@ -60,6 +60,11 @@ class Stepping(Strategy):
         return self.server.vectors
 
     @property
+    def names_suspects(self) -> bool:
+        """Whether deltas are shortened, those of suspects by much."""
+        return self.clip is not None
+
+    @property
     def rate(self) -> float:
         """The server's learning rate, the factor of the mean delta."""
         return self.server_lr
@@ -193,6 +198,11 @@ class FedBuffSettings(Batch):
         """The optimizer's vectors, and those of the batch's updates if they are kept."""
         kept = 0 if self.aggregate == "mean" else self.buffer_size
         return (*super().vector_names, *map(_name, range(kept)))
+
+    @property
+    def names_suspects(self) -> bool:
+        """Whether deltas are shortened, or compared with the middle."""
+        return super().names_suspects or self.aggregate != "mean"
 
     def span(self, layout: Layout) -> int:
         """The parameters; and the buffers, if updates are kept."""

@@ -56,6 +56,13 @@ class Ca2flSettings(Caching):
         vectors.numbers[update.device] = 0
         return vectors
 
+    def clear(self, vectors: DeviceVectors, device: int) -> None:
+        """Clear a device's cache; in a batch with the device, its update is zero instead."""
+        if device not in vectors.numbers:
+            before = vectors.write(_BEFORE)
+            add(before, vectors[device], -1.0, into=before)
+        super().clear(vectors, device)
+
     def move(self, state: State, n: int, into: Model) -> DeviceVectors:
         """Move along the calibrated mean: as caches replace each other, sum_S (Delta_i - h_i) is
         the change of their sum."""
@@ -108,13 +115,17 @@ class AcedSettings(AfaCsSettings):
             numbers[device] = made
         for device in list(takewhile(lambda one: made - numbers[one] > self.max_age, numbers)):
             add(total, vectors[device], -1.0, into=total)
-            vectors.write(device)[:] = 0.0
-            del numbers[device]
+            self.clear(vectors, device)
         return super().step(state, spare)
 
+    def clear(self, vectors: DeviceVectors, device: int) -> None:
+        """Clear a device's cache, which then takes no part."""
+        super().clear(vectors, device)
+        vectors.numbers.pop(device, None)
+
     def divisor(self, state: State) -> int:
-        """|A|."""
-        return len(_vectors(state).numbers)
+        """|A|; 1 if all devices of a round were quarantined, so that the sum is empty."""
+        return len(_vectors(state).numbers) or 1
 
 
 def _vectors(state: State) -> DeviceVectors:

@@ -68,6 +68,20 @@ class Caching(Batch):
             self.sum_anew(state.version + 1, vectors, total)
         return State(state.version + 1, made, Memory(total, devices=vectors))
 
+    def forget(self, state: State, devices: Iterable[int]) -> State:
+        """Clear the devices' caches, also in the sum."""
+        vectors, total = state.memory.devices, state.memory.model
+        for device in devices:
+            if vectors is not None and device in vectors.heard:
+                if total is not None:
+                    add(total.parameters, vectors[device], -1.0, into=total.parameters)
+                self.clear(vectors, device)
+        return state
+
+    def clear(self, vectors: DeviceVectors, device: int) -> None:
+        """Clear a device's cache, which is out of the sum."""
+        vectors.write(device)[:] = 0.0
+
     def sum_anew(self, version: int, vectors: DeviceVectors, total: Model) -> None:
         """Recompute the sum after some versions, ``version`` among them."""
         if version % max(_SUMMED_ANEW, vectors.devices) == 0:

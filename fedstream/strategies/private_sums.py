@@ -60,6 +60,7 @@ class PrivateSums(Strategy):
     def of(cls, rule: Strategy, terms: PrivateTerms) -> PrivateSums:
         """The private form of a rule. Raises ConfigError if it has none."""
         policy = terms.policy
+        check_sums(rule)
         if why := _unfit(rule, terms):
             raise ConfigError(f"strategy.name = {rule.name!r} in a private run: {why}")
         limit = len(policy.weights) - 1
@@ -239,14 +240,18 @@ def check_layout(layout: Layout, policy: PrivacyPolicy) -> None:
         )
 
 
-def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
-    """Why a rule has no private form; '' if it has one."""
-    policy, n = terms.policy, terms.buckets
+def check_sums(rule: Strategy) -> None:
+    """Raise ConfigError unless sums are all that a rule of this class needs."""
     if type(rule) not in (FedBuffSettings, FedAvgSettings, AfaCdSettings):
-        return (
-            "it needs each update alone, and a private run opens sums only; fedbuff, fedavg and "
-            "afa-cd work on sums"
+        raise ConfigError(
+            f"strategy.name = {rule.name!r} in a private run: it needs each update alone, and a "
+            "private run opens sums only: choose fedbuff, fedavg or afa-cd"
         )
+
+
+def _unfit(rule: Strategy, terms: PrivateTerms) -> str:
+    """Why a rule on sums has no private form with its keys; '' if it has one."""
+    policy, n = terms.policy, terms.buckets
     if isinstance(rule, FedBuffSettings) and rule.aggregate != "mean":
         return (
             f"strategy.aggregate = {rule.aggregate!r} needs each update alone: in a private run, "

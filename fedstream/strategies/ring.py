@@ -104,6 +104,10 @@ class RingleaderSettings(Caching):
             add(total.parameters, change, 1.0, into=total.parameters)
         return vectors
 
+    def forget(self, state: State, _devices: Iterable[int]) -> State:
+        """Leave the means as they are, since a version needs one of each device."""
+        return state
+
     def sum_anew(self, version: int, vectors: DeviceVectors, total: Model) -> None:
         """Begin the next round, if one has ended, with the means that are there for it."""
         if not any(number % 2 for number in vectors.numbers.values()):

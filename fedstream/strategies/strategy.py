@@ -10,7 +10,7 @@ in its memory. Models that the new state does not contain are free for reuse.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
@@ -202,6 +202,11 @@ class Strategy(NamedSettings):
         return False
 
     @property
+    def names_suspects(self) -> bool:
+        """Whether the rule names suspects; of a user's own rule, it is not asked."""
+        return False
+
+    @property
     def rate(self) -> float:
         """The factor by which a single delta moves the model; 1 for models."""
         return 1.0
@@ -279,6 +284,13 @@ class Strategy(NamedSettings):
         The vectors of devices stay too.
         """
         return replace(state, memory=Memory(devices=state.memory.devices))
+
+    def forget(self, state: State, _devices: Iterable[int]) -> State:
+        """Drop what the rule would use again of devices that are quarantined; by default nothing.
+
+        May write into the memory, as :meth:`receive`.
+        """
+        return state
 
     def is_too_stale(self, staleness: int) -> bool:
         """Whether an update of this staleness is dropped."""

@@ -22,7 +22,7 @@ from tests.chaos.pages import Pages, Unreadable, Written, chain, counting, diges
 Note = Mapping[str, Any]
 Notes = Mapping[tuple[str, int, str], Note]
 USED = ("applied", "buffered")
-_DELTAS = ("fedbuff", "afa-cd", "afa-cs", "scaffold", "ca2fl", "aced", "fadas")
+_MODELS = ("fedasync", "fedavg")  # rules that take these; the others take deltas
 _WEIGHT = 1e-9  # relative: two mathematical libraries may round the last bit otherwise
 
 
@@ -39,6 +39,7 @@ class Account:
     devices: dict[int, str] = field(default_factory=dict)  # digests of what is kept of each
     barred: set[int] = field(default_factory=set)  # devices in quarantine at the end
     quarantines: int = 0  # how often that changed
+    scale: float | None = None  # of the rule's step in the end; None: it does not adapt
     drift: float = 0.0  # how far SCAFFOLD's c is from the mean of all c_i, at most
     wrong: list[str] = field(default_factory=list)
 
@@ -107,6 +108,7 @@ class _Follower:
         account, course = self.account, self.course
         account.version, account.model = course.version, self._digest(course.model)
         account.given = self.given.get(course.version, "")
+        account.scale = course.scale if "adapt" in course.rule else None
         account.devices = {d: digest_of(v.tobytes()) for d, v in course.last.items()}
 
     def _standing(self, segment: Pages) -> Iterator[str]:
@@ -121,6 +123,9 @@ class _Follower:
         inside = (self.account.quarantines, sorted(self.account.barred))
         if (said.get("quarantines", 0), sorted(barred)) != inside:
             yield f"{segment.standing}: {sorted(barred)} in quarantine, its records give {inside}"
+        step = (said.get("scale", 1.0), said.get("scaled_at", 0))
+        if step != (course.scale, course.scaled_at):
+            yield f"{segment.standing}: scale and its version are {step}, not {course.scale}"
         if mine != its:
             yield f"{segment.standing}: the checkpoint is {its}, its records give {mine}"
         models = course.model.tobytes() + (b"" if course.sums is None else course.sums.tobytes())
@@ -132,6 +137,8 @@ class _Follower:
         made = False
         if message["k"] == "quarantine_set":
             yield from self._quarantine(message)
+        elif message["k"] == "step_scaled":
+            yield from self._scaled(message)
         elif message["k"] == "round_closed":
             if not message["late"] and message["round"] == course.version and course.arrivals:
                 course.step()
@@ -161,6 +168,21 @@ class _Follower:
             barred -= devices
         else:
             barred |= devices
+            for device in message["devices"]:
+                self.course.forget(device)
+
+    def _scaled(self, message: dict[str, Any]) -> Iterator[str]:
+        """Later steps are longer or shorter, for the sake of versions not decided on before."""
+        course, scale, at = self.course, message["scale"], message["at"]
+        rate = float(course.rule[message["key"]])
+        bounds = course.rule["adapt"]
+        if not bounds["least"] / rate <= scale <= bounds["most"] / rate or scale == course.scale:
+            yield f"scaled from {course.scale} to {scale}"
+        if not course.scaled_at < at <= course.version:
+            yield f"scaled for version {at}, behind version {course.scaled_at}"
+        if message["rate"] != rate * scale:
+            yield f"the rate is {message['rate']}, not {rate * scale}"
+        course.scale, course.scaled_at = scale, at
 
     def _version(self, record: Written, made: bool) -> Iterator[str]:
         message, course = record.message, self.course
@@ -230,7 +252,7 @@ class _Follower:
     @property
     def at_random(self) -> bool:
         """Whether values are rounded at random: where the rule takes models."""
-        return self.course.name not in _DELTAS
+        return self.course.name in _MODELS
 
     def _digest(self, model: Vector) -> str:
         return digest_of(model.tobytes(), self.like)
@@ -253,7 +275,7 @@ def _made(note: Note, course: Course) -> Vector:
     shape = course.shape
     began, ended = (np.frombuffer(note[name], np.float32) for name in ("began", "ended"))
     new, buffers = ended[: shape.parameters], ended[shape.parameters :]
-    if course.name in _DELTAS:
+    if course.name not in _MODELS:
         new = new - began[: shape.parameters]
     if not shape.controls:
         return np.concatenate([new, buffers])

@@ -93,6 +93,8 @@ class Course:
     before: Vector | None = None  # CA2FL: the sum before the batch
     moments: list[Vector] = field(default_factory=list)  # FADAS: m, v, the largest v
     late: int = 0  # FADAS: the largest staleness in the batch
+    scale: float = 1.0  # of the length of a step
+    scaled_at: int = 0  # the version for which it was chosen
 
     @property
     def name(self) -> str:
@@ -102,7 +104,7 @@ class Course:
     @property
     def size(self) -> int:
         """The updates that make a version."""
-        if self.name == "fedasync":
+        if self.name in ("fedasync", "ringmaster"):
             return 1
         return int(self.rule["clients_per_round" if self.name == "fedavg" else "buffer_size"])
 
@@ -112,7 +114,7 @@ class Course:
         match self.name:
             case "fedasync":
                 schedule, at = self.rule["alpha_schedule"], self.version + 1
-                alpha = float(self.rule["alpha"])
+                alpha = float(self.rule["alpha"]) * self.scale
                 if schedule["kind"] == "step" and at > schedule["at"]:
                     alpha *= schedule["factor"]
                 elif schedule["kind"] == "inverse_sqrt":
@@ -162,7 +164,7 @@ class Course:
             self.since[upload["device"]] = self.version
         elif self.name == "afa-cd":
             x = _plus(x, new, 1.0 / (upload["lr"] * upload["steps"]))
-        elif self.name in ("fedbuff", "fadas"):
+        elif self.name in ("fedbuff", "fadas", "ringmaster"):
             x = _plus(x, new, weight)
         else:
             x = _plus(x, new, 1.0)
@@ -181,7 +183,7 @@ class Course:
         else:
             x, _, c = self.shape.split(self.model)
             direction, buffers, changes = self.shape.split(self.sums)
-            rate = float(self.rule["server_lr"])
+            rate = float(self.rule["server_lr"]) * self.scale
             if self.name == "afa-cs":
                 x = _plus(x, direction, rate / self.devices)
             elif self.name == "aced":
@@ -199,6 +201,18 @@ class Course:
                 self.sums = None
         self.model, self.arrivals, self.late = made, 0, 0
         self.version += 1
+
+    def forget(self, device: int) -> None:
+        """A device is quarantined: what is kept of it is zero."""
+        if self.name not in CACHING or device not in self.last or self.sums is None:
+            return
+        x, buffers, controls = self.shape.split(self.sums)
+        self.sums = np.concatenate([_plus(x, self.last[device], -1.0), buffers, controls])
+        if self.name == "ca2fl" and device not in self.since and self.before is not None:
+            self.before = _plus(self.before, self.last[device], -1.0)
+        if self.name == "aced":
+            self.since.pop(device, None)
+        self.last[device] = np.zeros_like(self.last[device])
 
     def _recent(self, x: Vector, total: Vector, rate: float) -> tuple[Vector, Vector]:
         """ACED: along the mean of the updates that are not too old; the others leave the sum."""

@@ -43,6 +43,7 @@ class Facts:
     model: str  # digest of the bytes that Redis has as the newest model
     # How often quarantines changed, and the devices in one, as Redis has it.
     quarantines: tuple[int, frozenset[int]] = (0, frozenset())
+    scale: float | None = None  # of the rule's step, as Redis has it; None: it does not adapt
     told: frozenset[tuple[int, str]] = frozenset()  # versions and digests, as a watcher saw them
     handed_out: Mapping[int, str] | None = None  # digests of the c_i in Redis; None: no SCAFFOLD
     unsent: tuple[str, ...] = ()  # what is wrong with error feedback
@@ -240,6 +241,12 @@ def same_quarantines(facts: Facts) -> Iterator[str]:
         yield f"Redis's quarantines are {facts.quarantines}, the journal's {wanted}"
 
 
+def same_step(facts: Facts) -> Iterator[str]:
+    """Redis has the scale of the step that the journal's records give."""
+    if facts.scale != facts.account.scale:
+        yield f"Redis's step has scale {facts.scale}, the journal's {facts.account.scale}"
+
+
 def one_digest(facts: Facts) -> Iterator[str]:
     """A version that was ever told, in whichever life, is the journal's version of that number."""
     told = facts.told | {(one.version, one.digest) for life in facts.lives for one in life.told}
@@ -275,6 +282,7 @@ CHECKS: tuple[Check, ...] = (
     same_vectors,
     same_feedback,
     same_quarantines,
+    same_step,
     one_digest,
     understood,
     as_expected,

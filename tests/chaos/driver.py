@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from fedstream.broker.keys import GATEWAY, Keys
 from fedstream.core.errors import NoRun, Unavailable
 from fedstream.local.supervisor import HeldPort
+from tests.chaos.arithmetic import CACHING
 from tests.chaos.checks import Facts, complaints
-from tests.chaos.faults import GATEWAYS, TRAINERS, UPDATERS, Kind, Plan
+from tests.chaos.faults import GATEWAYS, OF_ONE, TRAINERS, UPDATERS, Kind, Plan
 from tests.chaos.front import Front
 from tests.chaos.history import gathered
 from tests.chaos.inject import Injector
@@ -182,15 +183,21 @@ class Chaos:
         }
         if plan.strategy == "fedavg":
             settings["STRATEGY__CLIENTS_PER_ROUND"] = "4"
-        elif plan.strategy != "fedasync":
+        elif plan.strategy not in OF_ONE:
             settings["STRATEGY__BUFFER_SIZE"] = "3"
-        if plan.strategy == "fedbuff":  # the slower ones' tasks become too stale
+        if plan.strategy in ("fedbuff", "ringmaster"):  # the slower ones' tasks become too stale
             settings |= {
-                "STRATEGY__MAX_STALENESS": "0",
+                "STRATEGY__MAX_STALENESS": "0" if plan.strategy == "fedbuff" else "2",
                 "STRATEGY__CANCEL_STALE": "true",
                 "DEVICES__LATENCY": "{kind='exponential', mean_s=0.1}",
             }
-        if plan.strategy in ("scaffold", "afa-cs"):
+        if plan.strategy == "aced":
+            settings["STRATEGY__MAX_AGE"] = "2"
+        if plan.strategy == "fadas":
+            settings["STRATEGY__DELAY_ADAPTIVE"] = "code"
+        if plan.adapts:
+            settings["STRATEGY__ADAPT"] = "{least=0.0001, most=1.0}"
+        if plan.strategy in ("scaffold", *CACHING):
             settings["JOURNAL__SEGMENT_VERSIONS"] = "5"  # the vectors lie in many of them
         if plan.strategy == "scaffold":
             settings["SOLVER__KIND"] = "scaffold"
@@ -238,6 +245,8 @@ class Chaos:
                     )
                     return
                 group.create_task(self._injector.bar(fault))
+                if self._plan.adapts:
+                    group.create_task(self._injector.scale(fault))
                 group.create_task(self._injector.inject(fault))
 
     async def _last_version(self) -> None:

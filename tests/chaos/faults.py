@@ -7,12 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-Rule: TypeAlias = Literal["fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold"]
+Rule: TypeAlias = Literal[
+    "fedasync",
+    "fedavg",
+    "fedbuff",
+    "afa-cd",
+    "afa-cs",
+    "scaffold",
+    "ca2fl",
+    "aced",
+    "fadas",
+    "ringmaster",
+]
 Sync: TypeAlias = Literal["always", "interval"]
 
-STRATEGIES: tuple[Rule, ...] = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
+STRATEGIES: tuple[Rule, ...] = get_args(Rule)
+OF_ONE: tuple[Rule, ...] = ("fedasync", "ringmaster")  # each update makes a version
 SYNCS: tuple[Sync, ...] = ("always", "interval")
 
 UPDATER = "updater"  # whichever leads when its turn has come
@@ -173,6 +185,7 @@ class Plan:
     formats: tuple[str, ...] = ("f32", "f32")  # of the trainers' updates
     model: str = "f32"  # in which versions are published
     over_http: tuple[int, ...] = ()  # devices that come through a gateway; (): there is none
+    adapts: bool = False  # with every fault, another scale of the rule's step is proposed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -184,9 +197,10 @@ class Plan:
         sent = "" if set(self.formats) == {"f32"} else f", {' and '.join(self.formats)}"
         given = "" if self.model == "f32" else f", models in {self.model}"
         front = f", {len(self.over_http)} devices over HTTP" if self.over_http else ""
+        scaled = ", adaptive steps" if self.adapts else ""
         return (
             f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}{sent}{given}"
-            f"{front}"
+            f"{front}{scaled}"
         )
 
 
@@ -200,7 +214,8 @@ def plan(
 ) -> Plan:
     """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them.
 
-    Twelve of them are every rule with every way to sync, and every rule with mixed wire formats.
+    Twenty of them are every rule with every way to sync, and every rule with mixed wire formats.
+    Steps are scaled in every fourth, but for fedavg, which has none.
     """
     rng = random.Random(seed)
     # Devices over HTTP are given no control variates.
@@ -229,6 +244,7 @@ def plan(
         formats,
         model,
         OVER_HTTP if gateway else (),
+        adapts=seed % 4 == 0 and strategy != "fedavg",
     )
 
 
@@ -258,4 +274,4 @@ def _gap(rng: random.Random, strategy: Rule) -> int:
     """Versions until the next fault; none: it comes while this one lasts."""
     if rng.random() < 0.3:
         return 0
-    return rng.randint(3, 25) if strategy == "fedasync" else rng.randint(1, 6)
+    return rng.randint(3, 25) if strategy in OF_ONE else rng.randint(1, 6)

@@ -88,6 +88,7 @@ async def gathered(
         head=(head.version, head.digest) if head else (-1, ""),
         model=await _model(client, keys, ledger, head) if head else "",
         quarantines=_quarantines(head) if head else (0, frozenset()),
+        scale=head.step.scale if head and head.step else None,
         handed_out=await _handed_out(client, keys, ledger) if head else None,
         findings=findings,
     )

@@ -18,7 +18,15 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.scripts import Script
 from fedstream.core.errors import BrokerError, OutOfMemory, Unavailable
 from fedstream.core.layout import Model
-from fedstream.core.messages import POOL, Event, RoundEnd, SetQuarantine, Upload, decode
+from fedstream.core.messages import (
+    POOL,
+    Event,
+    RoundEnd,
+    SetQuarantine,
+    StepProposed,
+    Upload,
+    decode,
+)
 from tests.chaos import disk, pages
 from tests.chaos.account import USED
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
@@ -124,6 +132,13 @@ class Injector:
             verdict, _ = await self._ledger.set_quarantine(wanted)
             self.did["quarantines and releases asked for"] += verdict == "queued"
 
+    async def scale(self, fault: Fault) -> None:
+        """With every fault an evaluator proposes another scale of the rule's step."""
+        proposed = StepProposed(at=fault.at, scale=0.25 + 1.5 * fault.share, metric="loss")
+        with suppress(Unavailable, OutOfMemory):
+            await self._ledger.propose(proposed)
+            self.did["scales proposed"] += 1
+
     # processes
 
     async def _name(self, fault: Fault) -> str:
@@ -188,7 +203,9 @@ class Injector:
             admitted = await self._server.client.call("HKEYS", self._keys.admitted)
         except Unavailable:
             return []
-        entries = [decode(fields[1], Upload, RoundEnd, SetQuarantine) for _, fields in rows]
+        entries = [
+            decode(fields[1], Upload, RoundEnd, SetQuarantine, StepProposed) for _, fields in rows
+        ]
         uploads = [
             one
             for one in entries

@@ -119,7 +119,7 @@ def read(path: Path) -> Pages:
     here = len(standing.message.get("here", ()))
     vectors, records = rest[:here], rest[here:]
     for record in records:
-        if record.kind not in ("taken", "round_closed", "quarantine_set"):
+        if record.kind not in ("taken", "round_closed", "quarantine_set", "step_scaled"):
             raise Unreadable(f"{record}: a {record.kind} among the records")
     return Pages(
         path.name,

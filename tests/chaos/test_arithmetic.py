@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgpack
 import numpy as np
 import pytest
@@ -18,10 +20,12 @@ from fedstream.strategies import (
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
+    RingmasterSettings,
     ScaffoldSettings,
     State,
     Strategy,
 )
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.staleness import Exponential, Hinge, InverseSqrtAlpha, Linear, StepAlpha
 from tests.chaos.arithmetic import Course, Shape
 from tests.chaos.faults import FORMATS
@@ -39,6 +43,9 @@ RULES: tuple[Strategy, ...] = (
     AfaCdSettings(buffer_size=3),
     AfaCsSettings(buffer_size=3),
     ScaffoldSettings(buffer_size=3),
+    RingmasterSettings(),
+    FedAsyncSettings(adapt=Adapt()),
+    FedBuffSettings(buffer_size=3, server_lr=0.5, adapt=Adapt()),
     Ca2flSettings(buffer_size=3),
     AcedSettings(max_age=2),
     AcedSettings(max_age=0, buffer_size=3),
@@ -69,6 +76,8 @@ def test_arithmetic_matches_the_updater(rule: Strategy, early: int | None) -> No
         4,
         model.floats.copy(),
     )
+    if rule.adapt is not None:
+        before, course.scale = replace(before, scale=0.7), 0.7
     for number in range(20):
         update = Model(shape)
         update.floats[:] = rng.standard_normal(shape.floats)

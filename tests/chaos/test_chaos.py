@@ -42,6 +42,7 @@ async def test_runs_under_faults_keep_the_guarantees(zygote: Zygote) -> None:
     for seed in SEEDS:
         outcome = await run(plan(seed, FAULTS), zygote)
         assert not outcome.complaints, told(outcome)
+        assert outcome.plan.adapts == (outcome.facts.account.scale not in (None, 1.0))
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -127,6 +127,7 @@ WRONG: dict[str, Callable[[Facts], Facts]] = {
     "same_vectors": lambda facts: kept(facts, devices={1: "new"}),
     "same_feedback": lambda facts: replace(facts, unsent=("lost",)),
     "same_quarantines": lambda facts: kept(facts, quarantines=1, barred={3}),
+    "same_step": lambda facts: replace(facts, scale=0.5),
     "one_digest": lambda facts: living(facts, told=[*facts.lives[0].told, Told(2, "other", 1, "")]),
     "understood": lambda facts: counting_as(facts, dead_letters=1),
     "as_expected": lambda facts: replace(facts, findings=("scheduler exited with 70",)),

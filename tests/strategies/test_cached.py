@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from fedstream.core.layout import Model
-from fedstream.journal import segments
+from fedstream.journal import Segment, segments
 from fedstream.journal.rebuild import recovered
+from fedstream.journal.replay import Replayer
 from fedstream.strategies import (
     AcedSettings,
     AfaCsSettings,
@@ -94,6 +95,66 @@ def test_aced_after_a_dropped_round_has_the_caches_of_it() -> None:
     for device, value in ((1, 3.0), (2, 3.0)):
         now = receive(rule, now, device, value)
     assert now.model.parameters == pytest.approx([4.0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "xs"),
+    [
+        # means of 4: of 8, of 8 and 2, then of 2 alone
+        (AfaCsSettings(buffer_size=1, server_lr=1.0), [2.0, 4.5, 5.0, 5.5]),
+        # means of those heard: of 8, of 8 and 2, then of 2 alone
+        (AcedSettings(server_lr=1.0), [8.0, 13.0, 15.0, 17.0]),
+        # 8, then 8 / 4 + 2; then h = 2 / 4 without corrections
+        (Ca2flSettings(buffer_size=1), [8.0, 12.0, 12.5, 13.0]),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_a_quarantined_device_is_out_of_all_later_steps(rule: Strategy, xs: list[float]) -> None:
+    rule, now, found = rule.build(4), State(0, model_of(layout_of(1))), []
+    for device, value in ((0, 8.0), (1, 2.0), (1, 2.0), (1, 2.0)):
+        if now.version == 2:
+            now = rule.forget(now, (0, 3))
+        now = receive(rule, now, device, value)
+        found.append(float(now.model.parameters[0]))
+    assert found == pytest.approx(xs)
+
+
+def test_ca2fl_counts_a_device_as_zero_that_is_quarantined_amid_its_batch() -> None:
+    """Until then it has a cache of 8: 8 / 4 + ((0 - 8) + (2 - 0)) / 2; later it has none."""
+    rule, now = Ca2flSettings(buffer_size=2).build(4), State(0, model_of(layout_of(1)))
+    for device, value in ((0, 8.0), (2, 0.0), (0, 4.0)):
+        now = receive(rule, now, device, value)
+    now = receive(rule, rule.forget(now, (0,)), 1, 2.0)
+    assert now.model.parameters == pytest.approx([4.0 + 2.0 - 3.0])
+    for device in (1, 2):
+        now = receive(rule, now, device, 2.0)
+    assert now.model.parameters == pytest.approx([3.0 + 0.5 + 1.0])
+
+
+def test_a_round_of_quarantined_devices_makes_a_version_all_the_same() -> None:
+    rule, now = AcedSettings(buffer_size=2).build(3), State(0, model_of(layout_of(1)))
+    now = rule.end_round(rule.forget(receive(rule, now, 0, 8.0), (0,)))
+    assert (now.version, now.model.parameters.tolist()) == (1, [0.0])
+
+
+@pytest.mark.parametrize("rule", [AfaCsSettings(), AcedSettings(), Ca2flSettings(buffer_size=2)])
+def test_caches_are_recovered_and_replayed_without_the_quarantined(
+    rule: Strategy, tmp_path: Path
+) -> None:
+    scribe = Scribe(tmp_path / "journal", rule)
+    for number in range(30):
+        scribe.update(device=number % 4)
+        if number in (11, 20):
+            scribe.quarantine(number % 4)
+        if number == 15:
+            scribe.segment()
+    scribe.close()
+    with Replayer(scribe.folder) as replayer:
+        assert [one.identical for one in replayer if one.message.digest].count(True) == (
+            scribe.version
+        )
+    with Segment(segments(scribe.folder)[-1].path) as newest:
+        assert recovered(newest).digest == scribe.digests[scribe.version]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from fedstream.core.messages import SetQuarantine, Upload
 from fedstream.core.records import Quarantines
 from fedstream.journal import QUARANTINES, JournalError, QuarantineSet, Segment, Taken, segments
 from fedstream.journal.rebuild import recovered
-from fedstream.strategies import FedBuffSettings
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import AcedSettings, FedBuffSettings
 from fedstream.updater.commit import Commits
 from fedstream.updater.state import RunState
 from tests.support import Hand, context, running, wait_until
@@ -50,6 +51,32 @@ async def by(hand: Hand, device: int, value: float = 8.0) -> Upload:
     upload = await hand.trained(trigger, value)
     assert await hand.admit(upload) == [("admitted", "")]
     return upload
+
+
+async def test_caches_of_a_device_go_with_it(make: Any, hand: Hand, folder: Path) -> None:
+    """ACED: 8, (8 + 2) / 2, then 2 alone, also behind a restart."""
+    rule = AcedSettings(server_lr=1.0)
+
+    async def answers(device: int, delta: float, version: int) -> None:
+        [trigger] = await hand.open(device=device)
+        upload = await hand.trained(trigger, delta, sends="delta", steps=1, lr=1.0)
+        assert await hand.admit(upload) == [("admitted", "")]
+        await hand.reaches(version)
+
+    async with running(make(rule), context()):
+        await hand.join()
+        await answers(3, 8.0, 1)
+        await answers(4, 2.0, 2)
+        await bar(hand, 3)
+        await answers(4, 2.0, 3)
+        await wait_until(hand.queue_is_empty)
+    async with running(make(rule, name="updater-1"), context()):
+        await answers(4, 2.0, 4)
+        await wait_until(hand.queue_is_empty)
+    with Replayer(folder) as replayer:
+        found = [float(one.model.parameters[0]) for one in replayer if one.message.digest]
+    first = found[0] - 8.0
+    assert [x - first for x in found] == pytest.approx([8.0, 13.0, 15.0, 17.0])
 
 
 async def test_device_is_refused_until_it_is_released(make: Any, hand: Hand, folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import Event
-from fedstream.journal import Taken
+from fedstream.journal import QuarantineSet, Taken
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import AflGuardSettings, FedBuffSettings
 from fedstream.updater.state import Change
@@ -126,6 +126,15 @@ def test_devices_in_quarantine_are_not_asked_for_again() -> None:
     suspicions, state = Suspicions(1), state_of(5)
     barred = state.quarantines.quarantined((3,), "", 0.0, 5)
     assert suspicions.after(change(3), replace(state, quarantines=barred)) is None
+
+
+def test_a_release_begins_the_count_anew() -> None:
+    suspicions, state = Suspicions(2), state_of(5)
+    assert suspicions.after(change(3), state) is None
+    record = QuarantineSet(entry="1-0", devices=(3,), release=True, version=5, time=1, received=1)
+    suspicions.after(replace(change(), record=record), state)
+    assert suspicions.after(change(3), state) is None
+    assert suspicions.after(change(3), state) is not None
 
 
 def test_nothing_is_counted_unless_asked() -> None:

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 from fedstream.cli import app as cli
+from fedstream.core import reasons
 from fedstream.core.errors import ConfigError
 from fedstream.history import replay, report
 from fedstream.journal import Segment
-from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
+from fedstream.strategies import (
+    AflGuardSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+)
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings, initial
 from tests.integration.command import BLOBS
@@ -249,6 +255,24 @@ def test_rule_of_another_family(out: Path, capsys: pytest.CaptureFixture[str]) -
     )
     assert fedstream(out, "--set", "strategy.name=scaffold") == 1
     assert "also takes control variates" in capsys.readouterr().err
+
+
+def test_a_wider_radius_cannot_use_what_was_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scribe = Scribe(tmp_path / "journal", AflGuardSettings(radius=1.0))
+    taken = [scribe.update(device=device) for device in (3, 0, 1, 2)]
+    scribe.close()
+    assert [one.reason for one in taken if one.outcome == "refused"] == [
+        reasons.NO_ROOT,
+        *[reasons.FAR_FROM_ROOT] * 2,
+    ]
+    change = ("--set", "strategy.radius=9", "--evaluate-every", 0)
+    assert fedstream(tmp_path, *change) == 0
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "the changed rule used 1 of 1 updates; 3 that were refused (far from the root, no root "
+        "update yet) are journalled without their bytes"
+    )
 
 
 def test_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

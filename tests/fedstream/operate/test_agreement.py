@@ -81,7 +81,8 @@ def test_roster_of_devices_that_exist_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
-        ([], "strategy.name = 'fedasync' has sums of 1 update"),
+        ([], "strategy.name = 'fedasync' in a private run: it needs each update alone"),
+        (["strategy.name=basgd"], "choose fedbuff, fedavg or afa-cd"),
         ([FEDBUFF[0], "strategy.buffer_size=7"], "strategy.buffer_size = 7, but 6 devices"),
         ([*FEDBUFF, "private.terms.min_batch=5"], "opens sums of 5 to 5 updates"),
         ([*FEDBUFF, *NOISE, "private.terms.bands=2"], "so 8 devices are needed, and 6 take part"),

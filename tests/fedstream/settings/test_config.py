@@ -170,3 +170,21 @@ def test_models_take_no_format_of_changes(strategy: str) -> None:
     assert f"{strategy} takes models, and topk is too coarse for them; use bf16 or int8" in said
     assert read(None, ["wire.update=int8+zstd", sets]).wire.update == "int8+zstd"
     assert "int4 is too coarse for models: use f32, bf16 or int8" in _error("wire.model=int4")
+
+
+@pytest.mark.parametrize(
+    ("sets", "names"),
+    [
+        ([], False),
+        (["strategy.name=basgd"], False),
+        (["strategy.name=basgd", "strategy.clip=1"], True),
+        (["strategy.name=fedbuff", "strategy.aggregate=median"], True),
+        (["strategy.name=aflguard"], True),
+    ],
+)
+def test_quarantine_needs_a_rule_that_names_suspects(sets: list[str], *, names: bool) -> None:
+    asked = "updater.quarantine_after=3"
+    if names:
+        assert read(None, [asked, *sets]).updater.quarantine_after == 3
+    else:
+        assert "which names no suspects: set strategy.clip" in _error(asked, *sets)
