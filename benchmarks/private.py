@@ -7,6 +7,7 @@ one core, so two cores do better. The helper's memory is measured in processes o
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import resource
@@ -101,7 +102,8 @@ class Place:
             masks = self.helper.open(intent)
         with self.timed("server: add, unmask and check"):
             total = np.zeros(self.policy.parameters, np.uint32)
-            for data, _ in sent:
+            for data, update in sent:
+                assert hashlib.sha256(data).hexdigest() == update.masked
                 add_masked(total, unpacked(data, self.policy), 1)
             found = unmasked(total, unpacked(masks, self.policy), self.policy)
             check_range(found, len(updates), self.policy)

@@ -189,8 +189,8 @@ class Decider:
                 return self._refuse(entry, upload, state, error.reason, used=unused)
         refusal: str = ""
         counted: Counted = ()
-        if not state.strategy.masked:  # else only the opened sum can be checked
-            with timed("check"):
+        with timed("check"):
+            if self.sums is None:
                 refusal, counted = refusal_by_content(
                     upload,
                     state.strategy,
@@ -199,6 +199,8 @@ class Decider:
                     max_norm=self.max_norm,
                     norm_factor=self.norm_factor,
                 )
+            elif not self.sums.is_signed(upload, sent):  # values are checked in the opened sum
+                refusal = reasons.SEAL
         if refusal:
             return self._refuse(entry, upload, state, refusal, counted, unused)
         with timed("mix"):

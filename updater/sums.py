@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
+    from fedstream.core.layout import Payload
     from fedstream.core.messages import Upload
     from fedstream.journal.progress import PrivacyAccount, Progress
     from fedstream.runtime.service import Context
@@ -120,6 +121,12 @@ class Sums:
         if account is not None and account.squares + weight**2 > policy.allowance:
             return reasons.PRIVACY_SPENT
         return ""
+
+    @staticmethod
+    def is_signed(upload: Upload, sent: Payload) -> bool:
+        """Whether the device has signed these masked words; the helper never sees them."""
+        sealed = _sealed_in(upload)
+        return sealed is not None and sent.is_of(sealed.masked)
 
     def suspects(self, state: RunState) -> SetQuarantine | None:
         """The quarantine of the devices whose last sums were all dropped; None: there is none."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +26,10 @@ class Devices:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
     values: dict[tuple[str, str], NDArray[np.int64]] = field(default_factory=dict)
 
-    async def answers(self, device: int, *, malformed: bool = False, **changes: Any) -> Upload:
-        """A device's masked and sealed answer to a new task, admitted; ``changes``: of the seal."""
+    async def answers(self, device: int, *, malformed: bool = False) -> Upload:
+        """A device's masked and sealed answer to a new task, admitted."""
         [task] = await self.hand.open(device=device)
-        upload = await self.trains(task, malformed=malformed, said=changes)
+        upload = await self.trains(task, malformed=malformed)
         assert await self.hand.admit(upload) == [("admitted", "")]
         return upload
 
@@ -42,12 +40,8 @@ class Devices:
         *,
         delta: NDArray[np.float32] | None = None,
         malformed: bool = False,
-        said: Mapping[str, Any] | None = None,
     ) -> Upload:
-        """A device's masked and sealed answer, which is written but not admitted.
-
-        ``said``: of the seal, in place of what is true.
-        """
+        """A device's masked and sealed answer, which is written but not admitted."""
         hand, policy = self.hand, self.policy
 
         async def key() -> bytes | None:
@@ -60,17 +54,20 @@ class Devices:
         if delta is None:
             delta = (self.rng.standard_normal(policy.parameters) / 4).astype(np.float32)
         values = rounded(delta, policy, self.rng)
-        about: dict[str, Any] = {
-            "run": run.lineage,
-            "task": task.task,
-            "attempt": attempt,
-            "device": task.device,
-            "tau": head.version,
-            "layout": hand.layout.signature,
-        }
-        data, sealed = seal(values, policy, epoch, DEVICES[task.device], **about | dict(said or {}))
         if malformed:
-            data = bytes(reversed(data))
+            values = self.rng.integers(-(2**31), 2**31, policy.parameters)
+        data, sealed = seal(
+            values,
+            policy,
+            epoch,
+            DEVICES[task.device],
+            run=run.lineage,
+            task=task.task,
+            attempt=attempt,
+            device=task.device,
+            tau=head.version,
+            layout=hand.layout.signature,
+        )
         self.values[task.task, attempt] = values
         payload = Payload(np.frombuffer(data, np.uint8))
         upload = await hand.trained(

@@ -27,7 +27,7 @@ from fedstream.journal.progress import OUT_OF_RANGE, PrivacyAccount, Progress, c
 from fedstream.journal.replay import Replayer
 from fedstream.private.accounting import epsilon
 from fedstream.private.policy import PrivacyPolicy
-from fedstream.private.sealing import Intent
+from fedstream.private.sealing import Intent, SealedUpdate
 from fedstream.private.settings import PrivateSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings, State
 from fedstream.strategies.private_sums import PrivateSums, PrivateTerms
@@ -426,18 +426,28 @@ async def test_store_that_the_helper_loses_costs_one_batch(
 async def test_seal_of_another_update_is_refused(
     private: Callable[..., Updater], hand: Hand, devices: Devices
 ) -> None:
-    """The helper would not open it, and the whole batch would be lost."""
+    """The helper would not open it, and the whole batch would be lost.
+
+    Nor could the helper know whether the masked words are those that the device has signed.
+    """
     others: dict[str, Any] = {
+        "run": "another",
         "task": "another",
         "attempt": "a2",
+        "device": 1,
         "tau": 5,
         "layout": "other",
-        "run": "another",
+        "policy": "00" * 32,
+        "masked": "00" * 32,
     }
     async with running(private(), context()):
         await hand.join()
         for name, value in others.items():
-            await devices.answers(2, **{name: value})
+            [task] = await hand.open(device=2)
+            upload = await devices.trains(task)
+            assert upload.sealed is not None
+            sealed = SealedUpdate.decode(upload.sealed).model_copy(update={name: value})
+            await hand.admit(upload.model_copy(update={"sealed": sealed.encode()}))
         await wait_until(lambda: refused(hand, "refused", {reasons.SEAL: len(others)}))
 
 
