@@ -132,6 +132,16 @@ EXPERIMENTS = (
         cells=_cells(),
         compare="last",
         claims=_claims,
+        grid={
+            **{
+                f"constant, {alpha:g}": {one: constant(one, alpha) for one in SITUATIONS}
+                for alpha in GRID
+            },
+            **{
+                f"adaptive from {start:g}": {one: adaptive(one, start) for one in SITUATIONS}
+                for start in STARTS
+            },
+        },
         pictures=(
             Picture(
                 "curves.png",
