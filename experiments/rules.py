@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def _batch(name: str, top: float, **more: object) -> Rule:
 
 ROUNDS = "rounds"
 RULES: dict[str, Rule] = {
-    ROUNDS: Rule(_batch("fedbuff", 0).sets, "strategy.server_lr", 1.5, K, in_rounds=True),
+    ROUNDS: replace(_batch("fedbuff", 1.5), in_rounds=True),
     "fedasync, constant": _mixing(**{"staleness.kind": "constant"}),
     "fedasync, polynomial": _mixing(**{"staleness.kind": "polynomial"}),
     "fedasync, hinge": _mixing(**{"staleness.kind": "hinge"}),
