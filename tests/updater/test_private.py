@@ -368,15 +368,11 @@ async def test_run_waits_for_its_helper(
     async with running(private(), context()):
         await hand.join()
         await devices.answers(0)
-        service = helper.app
-        assert service is not None
-        port = helper.port
         await helper.server.close()
         for device in range(1, K + 2):
             await devices.answers(device)
         await wait_until(lambda: sum(isinstance(one, Taken) for one in records(folder)) == K)
         assert not opened(folder)
-        assert port is not None
 
 
 async def test_store_that_the_helper_loses_costs_one_batch(
@@ -490,13 +486,17 @@ async def test_device_sits_out_the_sums_whose_noise_takes_back_its_own(
         assert all(moment.identical for moment in replayer if moment.message.digest)
 
 
-async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Hand) -> None:
+async def test_update_that_is_plain_or_of_other_words_is_refused(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
     async with running(private(), context()):
         await hand.join()
-        [task] = await hand.open()
-        upload = await hand.trained(task, sends="delta")
-        await hand.admit(upload)
-        await wait_until(lambda: refused(hand, "refused", {reasons.WIRE_FORMAT: 1}))
+        [one, two] = await hand.open(2)
+        await hand.admit(await hand.trained(one, sends="delta"))
+        upload = await devices.trains(two)
+        half = {"format": "mask16", "size": upload.size // 2}
+        await hand.admit(upload.model_copy(update=half))
+        await wait_until(lambda: refused(hand, "refused", {reasons.WIRE_FORMAT: 2}))
 
 
 @pytest.mark.parametrize(
