@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tracemalloc
 from typing import Any
 
@@ -51,7 +50,7 @@ def test_the_same_intent_gets_the_same_bytes_also_after_a_crash(batches: Batches
 
 def test_a_batch_that_overlaps_an_opened_one_is_refused_with_that_one(batches: Batches) -> None:
     """The difference of the sums of {0, 1, 2, 3} and {0, 1, 2, 4} is of two devices alone."""
-    updates = [batches.trained(device) for device in range(5)]
+    updates = [batches.trained(device) for device in range(7)]
     intent = batches.intent(*updates[:4])
     batches.helper.open(intent)
     error = refused(batches, batches.intent(*updates[:3], updates[4]))
@@ -63,6 +62,8 @@ def test_a_batch_that_overlaps_an_opened_one_is_refused_with_that_one(batches: B
         "weights": [1, 1, 1, 1],
     }
     assert refused(batches, batches.intent(*reversed(updates[:4]))).reason == "overlap"
+    error = refused(batches, batches.intent(*updates[4:], updates[3]))
+    assert (error.reason, error.about["task"]) == ("overlap", "task-3")
 
 
 def test_too_few_or_too_many_devices_are_not_opened(batches: Batches) -> None:
@@ -188,6 +189,9 @@ def test_an_epochs_updates_are_opened_until_its_key_is_deleted(batches: Batches)
     assert len({one.epoch for one in early + late}) == 2
     mixed = batches.intent(early[0], *late)
     first = batches.helper.open(mixed)
+    newest = batches.store.epochs()[late[0].epoch]  # an older key, if it leaked, tells no noise
+    drawn = noise.draw(noise.noise_key(newest.noise, mixed.digest), 50, batches.policy.noise_sigma)
+    np.testing.assert_array_equal(batches.plain(mixed) - batches.opened(mixed), drawn)
     batches.now += 99
     batches.helper.rotate()
     batches.restart()
@@ -265,10 +269,9 @@ def test_what_the_server_holds_of_a_device_is_noise_to_it(make: Make) -> None:
 
 
 def test_a_roster_with_another_key_for_a_device_refuses_it(batches: Batches) -> None:
-    keys = {**ROSTER.keys, 1: ROSTER.keys[2]}
     helper = Helper(
         batches.policy,
-        dataclasses.replace(ROSTER, keys=keys) if keys else KeyRoster({}),
+        KeyRoster({**ROSTER.keys, 1: ROSTER.keys[2]}),
         HELPER,
         batches.store,
         epoch_s=1e9,

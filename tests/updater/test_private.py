@@ -60,14 +60,19 @@ def bands() -> int:
 
 
 @pytest.fixture
-def policy(hand: Hand, bands: int) -> PrivacyPolicy:
+def participations() -> int:
+    return 1000
+
+
+@pytest.fixture
+def policy(hand: Hand, bands: int, participations: int) -> PrivacyPolicy:
     """Sums of at least three updates, without noise unless it is to be correlated."""
     hand.layout = layout_of(50)  # so many that a malformed update can't look like an honest one
     return policy_of(
         parameters=hand.layout.parameters,
         sigma=float(bands > 1),
         max_batch=K,
-        participations=1000,
+        participations=participations,
         bands=bands,
     )
 
@@ -368,15 +373,11 @@ async def test_run_waits_for_its_helper(
     async with running(private(), context()):
         await hand.join()
         await devices.answers(0)
-        service = helper.app
-        assert service is not None
-        port = helper.port
         await helper.server.close()
         for device in range(1, K + 2):
             await devices.answers(device)
         await wait_until(lambda: sum(isinstance(one, Taken) for one in records(folder)) == K)
         assert not opened(folder)
-        assert port is not None
 
 
 async def test_store_that_the_helper_loses_costs_one_batch(
@@ -490,13 +491,18 @@ async def test_device_sits_out_the_sums_whose_noise_takes_back_its_own(
         assert all(moment.identical for moment in replayer if moment.message.digest)
 
 
-async def test_plain_update_is_refused(private: Callable[..., Updater], hand: Hand) -> None:
+async def test_update_that_is_plain_or_of_other_words_is_refused(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """Also if a coordinator has let it in."""
     async with running(private(), context()):
         await hand.join()
-        [task] = await hand.open()
-        upload = await hand.trained(task, sends="delta")
-        await hand.admit(upload)
-        await wait_until(lambda: refused(hand, "refused", {reasons.WIRE_FORMAT: 1}))
+        [one, two] = await hand.open(2)
+        await hand.slip_in(await hand.trained(one, sends="delta"))
+        upload = await devices.trains(two)
+        half = {"format": "mask16", "size": upload.size // 2}
+        await hand.slip_in(upload.model_copy(update=half))
+        await wait_until(lambda: refused(hand, "refused", {reasons.WIRE_FORMAT: 2}))
 
 
 @pytest.mark.parametrize(
@@ -568,6 +574,20 @@ async def test_run_ends_before_a_device_exceeds_its_budget(
     for one in found.by_device:
         assert store.spent(one.device) == (one.squares, one.sums)
     store.close()
+
+
+@pytest.mark.parametrize("participations", [1])
+async def test_device_without_budget_costs_no_batch(
+    private: Callable[..., Updater], hand: Hand, devices: Devices
+) -> None:
+    """The helper would refuse it, and with it the others of its batch."""
+    async with running(private(), context()):
+        await hand.join()
+        for device in range(K):
+            await devices.answers(device)
+        await hand.reaches(1)
+        await devices.answers(0)
+        await wait_until(lambda: refused(hand, "refused", {reasons.PRIVACY_SPENT: 1}))
 
 
 async def test_emptied_redis_gets_accounts_and_key_again(
