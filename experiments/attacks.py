@@ -136,7 +136,7 @@ EXPERIMENTS = (
                         f"{partition}: {attack}",
                         {rule: _label(partition, attack, rule) for rule in RULES},
                         x="communications",
-                        xlabel="models sent and received: two for each update",
+                        xlabel="communications",
                         ylabel="test accuracy",
                         xlim=(0.0, 2.0 * UPDATES),
                         ylim=(0.0, 1.0),
@@ -159,8 +159,8 @@ EXPERIMENTS = (
             "The attackers and the partition are the same in every repeat.",
             (
                 f"Claims and pictures end when {UPDATES:,} updates have arrived, refused ones "
-                "included. The runs of basgd and aflguard are longer, so their 'best' and 'last' "
-                "below cost more updates than the others'."
+                f"included: {2 * UPDATES:,} communications. The runs of basgd and aflguard are "
+                "longer, so their 'best' and 'last' below cost more updates than the others'."
             ),
             (
                 "In the claims, accuracy is the mean over the last third of the measurements; in "

@@ -244,13 +244,13 @@ class Study:
         """For each situation, the curves of each family of rules."""
         return tuple(
             Panel(
-                f"{situation}: {family}",
+                f"{situation}:\n{family}",
                 {rule: _label(situation, rule) for rule in RULES if rule.startswith(names)},
                 x="updates",
                 xlabel="updates",
                 ylabel="test accuracy",
                 xlim=(0.0, UPDATES),
-                ylim=(0.0, 1.0),
+                ylim=(0.5, 0.95),
             )
             for situation in self.situations
             for family, names in _FAMILIES.items()

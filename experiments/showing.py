@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -24,10 +24,12 @@ from experiments.reproduction import (
 from fedstream.history.pictures import STYLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+
+    Styles = Mapping[str, dict[str, Any]]  # of a picture's lines, by name
 
 TABLE, DIFFERENCES = "table.md", "differences.png"
 COLOURS = ("#1f5fa8", "#d9772b", "#3a8f5c", "#8a4fa3", "#7a5a3a", "#c03a6b", "#5a6b7a")
@@ -236,6 +238,11 @@ def draw(experiment: Experiment, results: Results, picture: Picture, path: Path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    names = dict.fromkeys(name for panel in picture.panels for name in panel.lines)
+    styles = {
+        name: {"color": COLOURS[n % len(COLOURS)], "ls": _DASHES[n % len(_DASHES)], "lw": 1.3}
+        for n, name in enumerate(names)
+    }
     columns = min(picture.columns, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
     with rc_context(STYLE):
@@ -243,17 +250,17 @@ def draw(experiment: Experiment, results: Results, picture: Picture, path: Path)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in zip(grid, picture.panels, strict=False):
             if isinstance(panel, Panel):
-                _curves(axes, results, panel)
+                _curves(axes, results, panel, styles)
             else:
-                _sweep(axes, results, panel)
+                _sweep(axes, results, panel, styles)
         for axes in grid[len(picture.panels) :]:
             axes.set_axis_off()
         below = f"{length(experiment, results)}: mean and deviation"
         figure.suptitle(f"{picture.title}\n{below}", x=0.01, ha="left", fontsize=11)
         handles: dict[str, Artist] = {}
         for axes in grid:
-            shown, names = axes.get_legend_handles_labels()
-            handles |= dict(zip(names, shown, strict=True))
+            shown, labels = axes.get_legend_handles_labels()
+            handles |= dict(zip(labels, shown, strict=True))
         figure.legend(
             list(handles.values()),
             list(handles),
@@ -264,12 +271,12 @@ def draw(experiment: Experiment, results: Results, picture: Picture, path: Path)
         figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def _curves(axes: Axes, results: Results, panel: Panel) -> None:
-    for n, (name, cell) in enumerate(panel.lines.items()):
+def _curves(axes: Axes, results: Results, panel: Panel, styles: Styles) -> None:
+    for name, cell in panel.lines.items():
         x, mean, deviation = results.curve(cell, panel.x, panel.y)
-        colour = COLOURS[n % len(COLOURS)]
+        colour = styles[name]["color"]
         axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15, lw=0)
-        axes.plot(x, mean, color=colour, ls=_DASHES[n % len(_DASHES)], lw=1.3, label=name)
+        axes.plot(x, mean, label=name, **styles[name])
     axes.set(title=panel.title, xlabel=panel.xlabel or panel.x, ylabel=panel.ylabel or panel.y)
     if panel.log:
         axes.set_yscale("log")
@@ -277,23 +284,12 @@ def _curves(axes: Axes, results: Results, panel: Panel) -> None:
     axes.set_ylim(*panel.ylim)
 
 
-def _sweep(axes: Axes, results: Results, sweep: SweepPanel) -> None:
-    for n, (name, cells) in enumerate(sweep.lines.items()):
+def _sweep(axes: Axes, results: Results, sweep: SweepPanel, styles: Styles) -> None:
+    for name, cells in sweep.lines.items():
         x = list(cells)
         mean = [results.mean(cell, sweep.of) for cell in cells.values()]
         deviation = np.nan_to_num([results.deviation(cell, sweep.of) for cell in cells.values()])
-        axes.errorbar(
-            x,
-            mean,
-            deviation,
-            color=COLOURS[n % len(COLOURS)],
-            ls=_DASHES[n % len(_DASHES)],
-            marker="o",
-            ms=3,
-            capsize=2,
-            lw=1.3,
-            label=name,
-        )
+        axes.errorbar(x, mean, deviation, marker="o", ms=3, capsize=2, label=name, **styles[name])
     axes.set(title=sweep.title, xlabel=sweep.xlabel, ylabel=sweep.ylabel)
 
 
