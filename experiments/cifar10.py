@@ -1,15 +1,11 @@
 """CIFAR-10: FedAsync's figures 2 to 8 (2019), and AFL's row of table 2 for p = 1 and 10.
 
-``fedasync-cifar10`` (at ``--scale 20``) and ``afl-cifar10`` (at ``--scale 500``) show how training
-begins. ``-full`` and ``-1000`` are long enough to judge, and train in bfloat16 where that is
-faster. On a core with AVX-512's bfloat16 a run of them takes about 40 min and 57 min (a step of
-FedAsync's network 105 ms, of AFL's 130 ms), so all runs 50 and 38 core-hours; an interrupted
-command continues within a run.
+Devices train in bfloat16 where that is faster. On a core with AVX-512's bfloat16 a step of
+FedAsync's network takes about 105 ms, and of AFL's 130 ms: at full length a run takes 40 min and
+9.5 hours, so the results are those of ``--scale``. An interrupted command continues within a run.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from torch.utils.data import TensorDataset
 
@@ -17,7 +13,6 @@ from experiments.afl import COLUMNS, column
 from experiments.fedasync import ALPHA, T, fedasync, fedavg, rules, sgd
 from experiments.fedasync_figures import MOST, B, Figures, label
 from experiments.reproduction import (
-    LEAST_REPEATS,
     Cell,
     Experiment,
     JudgedClaim,
@@ -56,8 +51,9 @@ def _with_fewer_tested(devices: int) -> InMemory:
 _BASE: KeyValues = {
     "task.name": "experiments.cifar10:images",
     "run.versions": T,
-    "simulation.evaluate_every": T // 10,
+    "simulation.evaluate_every": T // 20,
     "simulation.threads": 1,
+    "solver.precision": "bf16",
     "solver.lr": 0.1,
     "solver.batch_size": 50,
     "scheduler.steps.kind": "epochs",
@@ -70,14 +66,6 @@ _SGD: KeyValues = {
     "scheduler.steps.kind": "fixed",
     "scheduler.steps.n": 10,
 }
-_FEDAVG = fedavg(measured=10)
-_PRECISION: KeyValues = {"solver.precision": "bf16"}
-_FULL: KeyValues = {
-    **_BASE,
-    **_PRECISION,
-    "task.name": "cifar10-fedasync",
-    "simulation.evaluate_every": T // 20,
-}
 _FIGURES = Figures(
     rules=tuple(_RULES),
     margin=0.02,  # 40 test images
@@ -89,7 +77,7 @@ _FIGURES = Figures(
 )
 _CELLS = (
     Cell("SGD", _SGD),
-    Cell("FedAvg", _FEDAVG),
+    Cell("FedAvg", fedavg(measured=20)),
     *(
         Cell(f"{rule}, {most}", fedasync(_RULES[rule], most, _RHO))
         for most in MOST
@@ -104,22 +92,13 @@ _CELLS = (
     ),
 )
 
-_FIRST = ("SGD", "FedAvg", "Const, 4", "Const, 16", "Poly, 16", "Hinge, 16")  # the paper's lines
-_OVER = {
-    "SGD": {**_SGD, "task.name": "cifar10-fedasync", "task.devices": 1},
-    "FedAvg": fedavg(measured=20),
-}
-_FULL_CELLS = tuple(
-    replace(cell, sets=_OVER.get(cell.label, cell.sets))
-    for cell in sorted(_CELLS, key=lambda cell: cell.label not in _FIRST)
-)
-
 _AFL_BASE: KeyValues = {
     "task.name": "cifar10-afl",
     "task.partition.kind": "classes",
     "run.versions": 10_000,
-    "simulation.evaluate_every": 2_000,
+    "simulation.evaluate_every": 1_000,
     "simulation.threads": 1,
+    "solver.precision": "bf16",
     "strategy.name": "afa-cd",
     "strategy.buffer_size": 5,
     "strategy.server_lr": 0.1,
@@ -134,12 +113,6 @@ def _afl(p: int, arriving: str, steps: str) -> str:
     return f"p = {p}, {arriving}, {steps}"
 
 
-_AFL_1000: KeyValues = {
-    **_AFL_BASE,
-    **_PRECISION,
-    "run.versions": 1_000,
-    "simulation.evaluate_every": 50,
-}
 _AFL_CELLS = tuple(
     Cell(
         _afl(p, arriving, steps),
@@ -194,6 +167,10 @@ def _afl_claims(results: Results) -> list[JudgedClaim]:
     ]
 
 
+_PRECISION = (
+    "Devices train in bfloat16, or in float32 on a machine where that is faster; the server "
+    "computes in float32."
+)
 _NOTES = (
     ("The figures have no numbers to compare with; the claims are the text's."),
     (
@@ -215,9 +192,6 @@ _NOTES = (
         "Training loss is the mean of what devices report between two measurements: of local "
         "steps from the model that they start from, dropout and random crops included."
     ),
-)
-_SCALED_NOTES = (
-    *_NOTES,
     f"Accuracy is that of {_TESTED:,} of the 10,000 test images, every fifth.",
     (
         "The delays stay what they are where T is divided by S, so that they are S times as "
@@ -225,14 +199,7 @@ _SCALED_NOTES = (
         "paper."
     ),
     ("The task takes its data from FEDSTREAM_DATA, and the partition is that of seed 0."),
-)
-
-_FULL_NOTES = (
-    *_NOTES,
-    (
-        "Devices train in bfloat16, or in float32 on a machine where that is faster; the server "
-        "computes in float32."
-    ),
+    _PRECISION,
 )
 
 _AFL_NOTES = (
@@ -244,21 +211,21 @@ _AFL_NOTES = (
         "A round is one step of length .1 along a mean gradient, however many local steps it "
         "costs; a small part of 10,000 rounds shows how training begins, and no more."
     ),
+    _PRECISION,
 )
 
-_SCALED = (
+EXPERIMENTS = (
     Experiment(
         name="fedasync-cifar10",
         title="FedAsync on CIFAR-10",
         source="FedAsync, figures 2 to 8 (2019), figures 2 and 4 (workshop)",
         base=_BASE,
         cells=_CELLS,
-        repeats=1,
         compare="last",
         pictures=_FIGURES.pictures("CIFAR-10", {f"FedAsync+{rule}": rule for rule in _RULES}),
         claims=_FIGURES.claims,
         partly=True,
-        notes=_SCALED_NOTES,
+        notes=_NOTES,
     ),
     Experiment(
         name="afl-cifar10",
@@ -266,7 +233,6 @@ _SCALED = (
         source="AFL, table 2 and figure 3",
         base=_AFL_BASE,
         cells=_AFL_CELLS,
-        repeats=1,
         compare="last",
         pictures=(
             Picture(
@@ -285,27 +251,5 @@ _SCALED = (
         ),
         claims=_afl_claims,
         notes=_AFL_NOTES,
-    ),
-)
-
-_FEDASYNC, _AFL = _SCALED
-EXPERIMENTS = (
-    *_SCALED,
-    replace(
-        _FEDASYNC,
-        name="fedasync-cifar10-full",
-        title="FedAsync on CIFAR-10, at full length",
-        base=_FULL,
-        cells=_FULL_CELLS,
-        repeats=LEAST_REPEATS,
-        notes=_FULL_NOTES,
-    ),
-    replace(
-        _AFL,
-        name="afl-cifar10-1000",
-        title="AFL on CIFAR-10, table 2, for 1,000 of 10,000 rounds",
-        base=_AFL_1000,
-        cells=tuple(replace(cell, paper=None) for cell in _AFL_CELLS),
-        repeats=LEAST_REPEATS,
     ),
 )
