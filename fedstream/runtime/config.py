@@ -444,7 +444,7 @@ class _Wrong:
                 return self._untagged(kinds)
             case "union_tag_invalid":
                 return f"must be one of {', '.join(sorted(kinds))}"
-            case "model_type" | "dict_type":
+            case "model_type" | "model_attributes_type" | "dict_type":
                 return "must be a table" + self._as_table()
             case "bool_type":
                 return "must be true or false"

@@ -236,7 +236,8 @@ class _Clock:
         if isinstance(policy, InFlight) and policy.n is None:
             raise ConfigError(
                 "simulation.staleness.kind = 'latency' needs scheduler.policy.n, the tasks in "
-                "flight: a simulation has no trainers to derive it from"
+                "flight, with scheduler.policy.kind = 'in_flight': a simulation has no trainers to "
+                "derive it from"
             )
         return self._as_wanted(policy)
 

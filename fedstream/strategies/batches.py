@@ -15,10 +15,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedstream.core.layout import Floats, Layout, Model
 from fedstream.strategies import robust
@@ -192,6 +192,15 @@ class FedBuffSettings(Batch):
     aggregate: Annotated[Middle, Field(exclude_if=lambda one: one == "mean")] = "mean"
     """what is made of the batch: its mean, or a middle that outliers can't move far
     (:mod:`fedstream.strategies.robust`), for which the K updates are kept"""
+
+    @model_validator(mode="after")
+    def _has_a_middle(self) -> Self:
+        if self.aggregate != "mean" and self.buffer_size < 3:
+            raise ValueError(
+                f"aggregate = {self.aggregate!r} resists nobody with buffer_size = "
+                f"{self.buffer_size}: set a buffer_size of 3 or more, or leave out aggregate"
+            )
+        return self
 
     @property
     def vector_names(self) -> tuple[str, ...]:

@@ -35,7 +35,9 @@ class ScaffoldSettings(Batch):
     @classmethod
     def _no_clip(cls, clip: float | None) -> float | None:
         if clip is not None:
-            raise ValueError("scaffold can't shorten a delta, as c_i+ - c_i belongs to all of it")
+            raise ValueError(
+                "scaffold can't shorten a delta, as c_i+ - c_i belongs to all of it: leave it out"
+            )
         return clip
 
     @property

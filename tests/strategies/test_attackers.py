@@ -201,8 +201,16 @@ def test_an_update_far_from_the_root_is_named_but_no_stale_one() -> None:
 
 
 def test_scaffold_refuses_to_clip() -> None:
-    with pytest.raises(ValidationError, match=r"c_i\+ - c_i belongs to all of it"):
+    with pytest.raises(ValidationError, match=r"c_i\+ - c_i belongs to all of it: leave"):
         ScaffoldSettings(clip=1.0)
+
+
+@pytest.mark.parametrize("rule", [FedBuffSettings, AflGuardSettings])
+def test_middle_needs_three_updates(rule: type[FedBuffSettings]) -> None:
+    with pytest.raises(ValidationError, match="buffer_size = 2: set a buffer_size of 3 or more"):
+        rule(buffer_size=2, aggregate="median")
+    assert rule(buffer_size=2).aggregate == "mean"
+    assert rule(buffer_size=3, aggregate="median").buffer_size == 3
 
 
 # attacks: 10 devices with targets near each other, of which devices 3 and 7 attack

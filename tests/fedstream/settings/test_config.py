@@ -163,6 +163,11 @@ def test_a_format_is_written_in_one_way() -> None:
     assert "the share of topk is a decimal number above 0 and at most 1" in said
 
 
+def test_kind_in_place_of_its_table() -> None:
+    said = _error("strategy.name=fedbuff", "strategy.server=adam")
+    assert 'must be a table, as in strategy.server.kind = "adam"' in said
+
+
 @pytest.mark.parametrize("strategy", ["fedasync", "fedavg"])
 def test_models_take_no_format_of_changes(strategy: str) -> None:
     sets = f"strategy.name={strategy}"

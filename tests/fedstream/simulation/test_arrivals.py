@@ -326,6 +326,7 @@ def test_round_of_all_devices_may_be_smaller_than_k() -> None:
             ),
             "devices.dropout",
         ),
+        (latency(), "needs scheduler.policy.n, .* with scheduler.policy.kind = 'in_flight'"),
         (
             latency(
                 "strategy.name=fedavg",
