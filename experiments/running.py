@@ -239,8 +239,13 @@ class Store:
 
         A run is outdated if its cell no longer exists or is now configured otherwise. ``again``:
         drop all runs too, or those in ``some``. Raises ConfigError if there are results of another
-        scale, unless all are dropped.
+        experiment, or of another scale, unless all are dropped.
         """
+        other = self._about().get("experiment", experiment.name)
+        if other != experiment.name:
+            raise ConfigError(
+                f"{self.folder} holds results of {other}: choose another folder with --out"
+            )
         there = self.scale()
         if there is not None and there != scale and not (again and some is None):
             raise ConfigError(
@@ -315,8 +320,13 @@ class Store:
         (self.folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
     def _calls(self) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = self._about().get("calls", [])
+        return calls
+
+    def _about(self) -> dict[str, Any]:
         path = self.folder / ABOUT
-        return json.loads(path.read_text())["calls"] if path.is_file() else []
+        about: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        return about
 
     def _rows(self) -> list[Row]:
         found = {}

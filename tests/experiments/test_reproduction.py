@@ -247,6 +247,13 @@ def test_results_of_different_scales_are_not_mixed(tiny: Experiment, tmp_path: P
     assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 20
 
 
+def test_results_of_another_experiment_are_not_replaced(tiny: Experiment, tmp_path: Path) -> None:
+    before = run(tiny, tmp_path, repeats=1)
+    with pytest.raises(ConfigError, match="holds results of tiny: choose another folder"):
+        run(replace(tiny, name="other"), tmp_path, repeats=1, again=True)
+    assert Store(tmp_path).results().rows == before.rows
+
+
 def test_curves_are_thinned_and_average_losses_in_between() -> None:
     def made(version: int) -> VersionMade:
         metrics = {"accuracy": 0.5, "loss": 1.0} if version % 2 == 0 else {}
