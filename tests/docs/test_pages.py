@@ -261,6 +261,12 @@ def test_strategies(reader: Open) -> None:
             page.follow()
 
 
+def test_algorithms(reader: Open) -> None:
+    shorter = {"fedstream simulate": "fedstream simulate --versions 5"}
+    with reader("docs/algorithms.md", instead=shorter) as page:
+        page.follow()
+
+
 def test_own_strategy(reader: Open) -> None:
     with reader(
         "docs/tutorial/own-strategy.md", instead={"--versions 100": "--versions 20"}
