@@ -23,7 +23,7 @@ ALGORITHMS = RESULTS.parents[1] / "docs" / "algorithms.md"
 
 
 def listed() -> list[str]:
-    """List the experiments, one per line; one without cells with what it waits for."""
+    """List the experiments, one per line; one without cells also with its first commands."""
     return [
         f"{name:24} {len(one.cells):3} cells  {one.title}"
         + (f" ({one.before})" if not one.cells else "")

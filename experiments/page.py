@@ -1,4 +1,4 @@
-"""What is written from the stored results of all experiments, by ``python -m experiments --page``.
+"""Writes the stored results of all experiments as pages: ``python -m experiments --page``.
 
 The page of the papers' experiments has every claim beside its verdict, its pictures and its runs.
 docs/algorithms.md has the grids of the project's own experiments.

@@ -215,27 +215,23 @@ class Study:
         late = {one: _late(results, situation, one) for one in RULES}
         order = sorted(late, key=lambda one: -mean_of(late[one]))
         listed = (f"{one} {mean_and_deviation([*late[one].values()])}" for one in order)
-        until = min(_lasted(results, situation, one) for one in late if one != ROUNDS)
+        others = [one for one in late if one != ROUNDS]
+        until = min(_lasted(results, situation, one) for one in others)
         by_then = {
             one: results.at(_label(situation, one), "time", until, "accuracy") for one in late
         }
-        fast = max((one for one in late if one != ROUNDS), key=lambda one: mean_of(by_then[one]))
+        fast = max(others, key=lambda one: mean_of(by_then[one]))
         both = (f"{one} {mean_and_deviation([*by_then[one].values()])}" for one in (fast, ROUNDS))
         return [
             JudgedClaim(
                 f"{situation}: the best asynchronous rule is better than rounds after as many "
                 "updates.",
-                [above(best_elsewhere(late[one] for one in late if one != ROUNDS), late[ROUNDS])],
+                [above(best_elsewhere(late[one] for one in others), late[ROUNDS])],
                 f"{', '.join(listed)}.",
             ),
             JudgedClaim(
                 f"{situation}: the best asynchronous rule is better than rounds in the same time.",
-                [
-                    above(
-                        best_elsewhere(by_then[one] for one in late if one != ROUNDS),
-                        by_then[ROUNDS],
-                    )
-                ],
+                [above(best_elsewhere(by_then[one] for one in others), by_then[ROUNDS])],
                 f"{', '.join(both)} after {until:.0f} virtual seconds, when the first run ends.",
             ),
         ]

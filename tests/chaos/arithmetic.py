@@ -203,7 +203,7 @@ class Course:
         self.version += 1
 
     def forget(self, device: int) -> None:
-        """A device is quarantined: what is kept of it is zero."""
+        """Take a quarantined device's cache out of the sum, and clear it."""
         if self.name not in CACHING or device not in self.last or self.sums is None:
             return
         x, buffers, controls = self.shape.split(self.sums)

@@ -1,4 +1,4 @@
-"""Rules that resist attackers: what they keep, whom they name, and what attacks achieve."""
+"""Rules that resist attackers: their memory, their suspects, and the effect of attacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CA2FL, ACED and FADAS: repeated devices, old caches, dropped rounds, and what is recovered."""
+"""CA2FL, ACED and FADAS: repeated devices, old caches, dropped rounds, and recovery."""
 
 from __future__ import annotations
 
