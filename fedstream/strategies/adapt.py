@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fedstream.core.layout import Model
 from fedstream.runtime.config import Positive, Section
@@ -44,6 +44,13 @@ class Adapt(Section):
     """the metric that scores a model"""
     rows: Annotated[int, Field(ge=1)] = 1000
     """the items of the held-out data that score a model, at most"""
+
+    @field_validator("factors")
+    @classmethod
+    def _change(cls, factors: tuple[float, ...]) -> tuple[float, ...]:
+        if set(factors) == {1.0}:
+            raise ValueError("name at least one factor that is not 1, such as 2: 1 changes nothing")
+        return factors
 
     def bounded(self, rate: float, scale: float) -> float:
         """The scale nearest to ``scale`` of a configured ``rate`` that is within the bounds."""
