@@ -305,11 +305,18 @@ class Results:
         kept = {n: ~np.isnan(curve[y]) for n, curve in curves.items()}
         return {n: (curve[x][kept[n]], curve[y][kept[n]]) for n, curve in curves.items()}
 
-    def at(self, cell: str, x: str, value: float, y: str) -> dict[int, float]:
-        """Each repeat's y at x = ``value``, interpolated linearly between kept versions."""
-        return {
-            n: float(np.interp(value, xs, ys)) for n, (xs, ys) in self.measured(cell, x, y).items()
-        }
+    def at(
+        self, cell: str, x: str, value: float, y: str, *, after: bool = False
+    ) -> dict[int, float]:
+        """Each repeat's last y up to x = ``value``; ``after``: its first y after that, or its last.
+
+        Nothing is interpolated: between two measurements a curve is not a line.
+        """
+        found = {}
+        for n, (xs, ys) in self.measured(cell, x, y).items():
+            later = int(np.searchsorted(xs, value, side="right"))
+            found[n] = float(ys[min(later, len(ys) - 1) if after else later - 1])
+        return found
 
     def late(self, cell: str, y: str, answers: int | None = None) -> dict[int, float]:
         """Each repeat's mean of y over the last third of the measurements, by repeat.

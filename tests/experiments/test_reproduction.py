@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import __main__ as command
-from experiments import reproduction, running
+from experiments import reproduction, rules, running
 from experiments.reproduction import (
     Cell,
     Experiment,
@@ -143,9 +143,12 @@ def test_run_writes_rows_curves_table_and_pictures(tiny: Experiment, tmp_path: P
     assert row.gradients == 20 * 5
     x, mean, deviation = results.curve("fast", "gradients", "accuracy")
     assert x.tolist() == [0, 25, 50, 75, 100]
-    halfway = results.at("fast", "gradients", 37.5, "accuracy")
-    assert list(halfway) == [0, 1]
-    assert np.mean([*halfway.values()]) == pytest.approx(mean[1:3].mean())
+    for value, index in ((25, 1), (37.5, 1), (100, 4)):
+        before = results.at("fast", "gradients", value, "accuracy")
+        after = results.at("fast", "gradients", value, "accuracy", after=True)
+        assert list(before) == list(after) == [0, 1]
+        assert np.mean([*before.values()]) == pytest.approx(mean[index])
+        assert np.mean([*after.values()]) == pytest.approx(mean[min(index + 1, 4)])
     assert deviation[-1] == pytest.approx(results.deviation("fast", "last"))
     assert mean[-1] == pytest.approx(results.mean("fast", "last"))
     about = json.loads((folder / "about.json").read_text())
@@ -298,6 +301,12 @@ def test_stored_results_match_current_configurations(name: str) -> None:
     rows = Store(command.RESULTS / name).results().rows
     wanted = [job_of(experiment, cells[row.cell], row.repeat, row.scale) for row in rows]
     assert [row.configuration for row in rows] == [job.configuration for job in wanted]
+
+
+@pytest.mark.parametrize("study", rules.STUDIES, ids=lambda study: study.name)
+def test_published_steps_are_the_best_of_those_that_were_tried(study: rules.Study) -> None:
+    path = study.folder / rules.CHOSEN
+    assert (json.loads(path.read_text()) if path.is_file() else {}) == study.best()
 
 
 # some of it, and by which program
