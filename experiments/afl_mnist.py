@@ -314,17 +314,13 @@ def _curve(p: int, name: str) -> str:
     return f"p = {p}: {name}"
 
 
-def _late(results: Results, p: int, name: str) -> dict[int, float]:
-    """Each repeat's mean accuracy in the last third of the rounds, as single rounds fluctuate."""
-    found = results.measured(_curve(p, name), "version", "accuracy")
-    return {n: mean(accuracy[t > t[-1] * 2 / 3]) for n, (t, accuracy) in found.items()}
-
-
 def _arrivals_claims(results: Results) -> list[JudgedClaim]:
     def by_level(values: dict[int, Series]) -> str:
         return ", ".join(f"{mean_and_deviation(of)} at p = {p}" for p, of in values.items())
 
-    late = {name: {p: _late(results, p, name) for p in _LEVELS} for name in _CURVES}
+    late = {
+        name: {p: results.late(_curve(p, name), "accuracy") for p in _LEVELS} for name in _CURVES
+    }
     fedavg, uniform, cd, cs = late.values()
     reached = ". ".join(
         f"{name}: " + by_level({p: np.array([*found.values()]) for p, found in of.items()})
