@@ -15,7 +15,8 @@ update D = x_new - x_tau, an attacker sends
     alie      mean - z std             (Baruch, Baruch and Goldberg 2019, A Little Is Enough)
 
 For ALIE, attackers share their data: mean and standard deviation of each coordinate are over the
-honest updates of the attacker and four others. Buffers stay those of the training.
+honest updates of the attacker and four others. z is given, 1.5 by default; the paper computes it
+from the numbers of devices and attackers. Buffers stay those of the training.
 """
 
 from __future__ import annotations
