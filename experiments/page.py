@@ -24,6 +24,7 @@ from experiments.showing import (
     judged,
     length,
     mean_and_deviation,
+    table_row,
 )
 from fedstream.history.display import duration
 
@@ -61,7 +62,7 @@ def page(known: Mapping[str, Experiment], folder: Path) -> str:
         claims, why_not = judged(experiment, results)
         counts = Counter(claim.short for claim in claims)
         contents.append(
-            _row(
+            table_row(
                 f"[{experiment.title}](#{name})",
                 experiment.source,
                 length(experiment, results) if results.rows else "not run",
@@ -104,12 +105,14 @@ def _grid(experiment: Experiment, results: Results) -> list[str]:
         )
         for column in columns
     }
-    lines = [_row("", *columns), _row(*["---"] * (1 + len(columns)))]
+    lines = [table_row("", *columns), table_row(*["---"] * (1 + len(columns)))]
     for row, cells in late.items():
         shown = [mean_and_deviation(cells[c], places=3) if cells[c] else "not run" for c in columns]
         bold = [best[c] == row for c in columns]
         lines.append(
-            _row(row, *(f"**{cell}**" if b else cell for cell, b in zip(shown, bold, strict=True)))
+            table_row(
+                row, *(f"**{cell}**" if b else cell for cell, b in zip(shown, bold, strict=True))
+            )
         )
     return lines
 
@@ -136,7 +139,7 @@ def _part(
     lines.append("")
     if claims:
         lines += ["| verdict | claim | measured |", "|---|---|---|"]
-        lines += [_row(claim.verdict, claim.claim, claim.seen) for claim in claims]
+        lines += [table_row(claim.verdict, claim.claim, claim.seen) for claim in claims]
     else:
         lines.append(why_not)
     files = [picture.file for picture in experiment.pictures] + [DIFFERENCES]
@@ -159,7 +162,7 @@ def _runs(about: Path) -> list[str]:
         runs, seconds = (sum(call[key] for call in found) for key in ("runs", "seconds"))
         first = found[0]
         lines.append(
-            _row(
+            table_row(
                 f"`{command}`",
                 first["date"][:10],
                 runs,
@@ -169,7 +172,3 @@ def _runs(about: Path) -> list[str]:
             )
         )
     return lines
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"

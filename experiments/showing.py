@@ -86,9 +86,13 @@ def table(experiment: Experiment, results: Results) -> str:
     )
     how = (
         f"{of[0].upper()}{of[1:]}, mean ± standard deviation over the repeats. The best is that of "
-        "all measured versions, so it looks at the test set; the last is the last version's. The "
-        f"difference is the {experiment.compare} less the paper's number."
+        "all measured versions, so it looks at the test set; the last is the last version's."
     )
+    columns = ["cell", "best", "last", "repeats"]
+    has_paper = any(cell.paper is not None for cell in experiment.cells)
+    if has_paper:
+        how += f" The difference is the {experiment.compare} less the paper's number."
+        columns = ["cell", "paper", "best", "last", "difference", "repeats"]
     lines = [
         f"# {experiment.title}",
         "",
@@ -98,29 +102,31 @@ def table(experiment: Experiment, results: Results) -> str:
         *([""] if experiment.notes else []),
         how,
         "",
-        "| cell | paper | best | last | difference | repeats |",
-        "|---|---|---|---|---|---|",
+        table_row(*columns),
+        table_row(*["---"] * len(columns)),
     ]
     far = {cell.label for cell in beyond(experiment, results)}
     for cell in experiment.cells:
         runs = results.of(cell.label)
-        paper = "" if cell.paper is None else _figure(cell.paper)
-        if not runs:
-            lines.append(f"| {cell.label} | {paper} | not run | | | 0 |")
-            continue
-        difference = ""
+        shown = {"cell": cell.label, "best": "not run", "repeats": str(len(runs))}
+        if runs:
+            shown |= {key: spread(results, cell.label, key) for key in ("best", "last")}
+            if failed := sum(run.state != "finished" for run in runs):
+                shown["repeats"] += f" ({failed} diverged)"
         if cell.paper is not None:
-            difference = f"{results.mean(cell.label, experiment.compare) - cell.paper:+.4f}"
-            difference = f"**{difference}**" if cell.label in far else difference
-        failed = sum(run.state != "finished" for run in runs)
-        lines.append(
-            f"| {cell.label} | {paper} | {spread(results, cell.label, 'best')} "
-            f"| {spread(results, cell.label, 'last')} | {difference} | {len(runs)}"
-            f"{f' ({failed} diverged)' if failed else ''} |"
-        )
+            shown["paper"] = _figure(cell.paper)
+            if runs:
+                more = f"{results.mean(cell.label, experiment.compare) - cell.paper:+.4f}"
+                shown["difference"] = f"**{more}**" if cell.label in far else more
+        lines.append(table_row(*(shown.get(column, "") for column in columns)))
     lines += ["", *_agreement(experiment, results, far), *_beside(experiment, results)]
     lines += _claims(experiment, results)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def table_row(*cells: object) -> str:
+    """A line of a table in Markdown."""
+    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
 def _program(results: Results) -> str:

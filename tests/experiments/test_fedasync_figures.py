@@ -65,8 +65,13 @@ def failing(changed: dict[str, float]) -> list[str]:
 
 
 def test_every_claim_holds_where_all_is_as_claimed() -> None:
-    """Each is judged by comparisons of its own: none is empty, none lacks a cell."""
-    assert [one.claim for one in claims() if one.short != "held"] == []
+    """Each is judged by comparisons of its own: none is empty, none lacks a cell.
+
+    The two texts contradict each other about the best function.
+    """
+    (hinge,) = [one.claim for one in claims() if one.short != "held"]
+    assert "Hinge is the best" in hinge
+    assert not any("Hinge is the best" in text for text in failing({"Hinge, 16": 0.911}))
     assert {f"{REPEATS} repeats" in one.verdict for one in claims()} == {True}
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from experiments import __main__ as command
 from experiments import reproduction, rules, running
@@ -307,6 +310,17 @@ def test_stored_results_match_current_configurations(name: str) -> None:
 def test_published_steps_are_the_best_of_those_that_were_tried(study: rules.Study) -> None:
     path = study.folder / rules.CHOSEN
     assert (json.loads(path.read_text()) if path.is_file() else {}) == study.best()
+
+
+def test_held_out_images_are_on_no_device() -> None:
+    rows = torch.arange(250.0)
+    shares = [TensorDataset(rows[:59]), TensorDataset(rows[59:])]
+    task = rules.HeldOut(nn.Flatten, shares, TensorDataset(rows))
+    kept = [set(task.device_data(device).tensors[0].tolist()) for device in range(2)]
+    apart = set(task.validation_data().tensors[0].tolist())
+    assert apart == {118.0, 178.0, 238.0}
+    assert [len(of) for of in kept] == [59, 188]
+    assert not apart & set.union(*kept)
 
 
 # some of it, and by which program
