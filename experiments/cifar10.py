@@ -195,7 +195,7 @@ _NOTES = (
     f"Accuracy is that of {_TESTED:,} of the 10,000 test images, every fifth.",
     (
         "The delays stay what they are where T is divided by S, so that they are S times as "
-        "long a part of the run: 16 versions are 16 in 100 at S = 20, 16 in 2000 in the "
+        "long a part of the run: 16 versions are 16 in 200 at S = 10, 16 in 2000 in the "
         "paper."
     ),
     ("The task takes its data from FEDSTREAM_DATA, and the partition is that of seed 0."),

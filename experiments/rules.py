@@ -93,11 +93,11 @@ def _batch(name: str, top: float, **more: object) -> Rule:
     return Rule({f"strategy.{k}": v for k, v in table.items()}, "strategy.server_lr", top, K)
 
 
-_ACED = Rule({"strategy.name": "aced"}, "strategy.server_lr", 7.5 * FULL)
+_ACED = Rule({"strategy.name": "aced"}, "strategy.server_lr", 0.3 * FULL)
 ADAPTIVE = "fedasync, adaptive"
 ROUNDS = "rounds"
 RULES: dict[str, Rule] = {
-    ROUNDS: replace(_batch("fedbuff", 1.5), in_rounds=True),
+    ROUNDS: replace(_batch("fedbuff", 3.75), in_rounds=True),
     "fedasync, constant": _mixing(**{"staleness.kind": "constant"}),
     "fedasync, polynomial": _mixing(**{"staleness.kind": "polynomial"}),
     "fedasync, hinge": _mixing(**{"staleness.kind": "hinge"}),
@@ -108,13 +108,13 @@ RULES: dict[str, Rule] = {
     "ringmaster": Rule({"strategy.name": "ringmaster"}, "strategy.server_lr", 1.0),
     "ringleader": Rule({"strategy.name": "ringleader"}, "strategy.server_lr", 0.15, 7),
     "fedbuff": _batch("fedbuff", 1.5),
-    "fedbuff, momentum": _batch("fedbuff", 0.5, **{"server.kind": "momentum"}),
-    "fedbuff, nesterov": _batch("fedbuff", 0.5, **{"server.kind": "nesterov"}),
+    "fedbuff, momentum": _batch("fedbuff", 0.2, **{"server.kind": "momentum"}),
+    "fedbuff, nesterov": _batch("fedbuff", 0.2, **{"server.kind": "nesterov"}),
     "fedbuff, adagrad": _batch("fedbuff", 0.3, **{"server.kind": "adagrad"}),
-    "fedbuff, adam": _batch("fedbuff", 0.1, **{"server.kind": "adam"}),
-    "fedbuff, yogi": _batch("fedbuff", 0.1, **{"server.kind": "yogi"}),
-    "fedbuff, amsgrad": _batch("fedbuff", 0.1, **{"server.kind": "amsgrad"}),
-    "fadas, paper": _batch("fadas", 0.1, delay_adaptive="paper"),
+    "fedbuff, adam": _batch("fedbuff", 0.016, **{"server.kind": "adam"}),
+    "fedbuff, yogi": _batch("fedbuff", 0.016, **{"server.kind": "yogi"}),
+    "fedbuff, amsgrad": _batch("fedbuff", 0.016, **{"server.kind": "amsgrad"}),
+    "fadas, paper": _batch("fadas", 0.016, delay_adaptive="paper"),
     "fadas, code": _batch("fadas", 0.1, delay_adaptive="code"),
     "afa-cd": _batch("afa-cd", 1.5 * FULL),
     "afa-cs": _batch("afa-cs", 1.5 * FULL),
@@ -122,7 +122,7 @@ RULES: dict[str, Rule] = {
     "aced": _ACED,
     "aced, max_age 200": replace(_ACED, sets={**_ACED.sets, "strategy.max_age": 200}),
     "scaffold": Rule(
-        {**_batch("scaffold", 1.5).sets, "solver.kind": "scaffold"}, "strategy.server_lr", 1.5, K
+        {**_batch("scaffold", 1.0).sets, "solver.kind": "scaffold"}, "strategy.server_lr", 3.75, K
     ),
 }
 BASE: KeyValues = {
