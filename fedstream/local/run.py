@@ -56,6 +56,7 @@ from fedstream.settings import run_toml
 from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import described
+from fedstream.strategies.aflguard import AflGuardSettings
 
 _BLOCK_STOPPING_MS = 50  # shorter, so as not to delay the end of the last service
 _GUESTS_S = 6.0  # a few heartbeats, for trainers from other terminals to leave
@@ -154,6 +155,8 @@ class LocalRun:
         self._client = Client(settings.redis.model_copy(update={"url": redis_url}), "run")
         keys = Keys(settings.run.name)
         self._observer = Observer(self._client, keys)
+        if isinstance(settings.strategy, AflGuardSettings):
+            self._observer.history.references = settings.strategy.root
         self._trackers = Trackers(
             SinksLedger(self._client, keys, "run"),
             settings.sinks,
