@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -36,7 +37,6 @@ def reproduce(
     *,
     repeats: int | None,
     scale: float,
-    data_root: str | None,
     cells: Sequence[str] = (),
     seed: int | None = None,
     processes: int | None,
@@ -64,7 +64,6 @@ def reproduce(
             folder,
             repeats=repeats,
             scale=scale,
-            data_root=data_root,
             cells=cells,
             seed=seed,
             processes=processes,
@@ -143,6 +142,8 @@ def main(
         ALGORITHMS.write_text(with_grids(ALGORITHMS.read_text(), known, RESULTS))
         print(f"{RESULTS / PAGE}\n{ALGORITHMS}")
         return
+    if data_root is not None:
+        os.environ["FEDSTREAM_DATA"] = data_root  # also for tasks and processes of experiments' own
     try:
         reproduce(
             names or (),
@@ -150,7 +151,6 @@ def main(
             cells=cell or (),
             seed=seed,
             scale=scale,
-            data_root=data_root,
             processes=jobs,
             out=out,
             again=again,

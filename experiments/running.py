@@ -65,21 +65,17 @@ class PlannedRun:
 
     @property
     def configuration(self) -> str:
-        """A digest of the keys that are set, except for the data folder."""
-        keys = {key: value for key, value in self.sets.items() if key != "task.data_root"}
-        return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:10]
+        """A digest of the keys that are set."""
+        return hashlib.sha256(json.dumps(self.sets, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def job_of(
-    experiment: Experiment, cell: Cell, repeat: int, scale: float, data_root: str | None = None
-) -> PlannedRun:
+def job_of(experiment: Experiment, cell: Cell, repeat: int, scale: float) -> PlannedRun:
     """One of an experiment's runs."""
-    given = {} if data_root is None else {"task.data_root": data_root}
     return PlannedRun(
         cell.label,
         repeat,
         scale,
-        experiment.sets(cell, repeat, scale) | given,
+        experiment.sets(cell, repeat, scale),
         experiment.metric,
         experiment.higher,
         experiment.points,
@@ -91,7 +87,6 @@ def jobs_of(
     *,
     repeats: int | None,
     scale: float,
-    data_root: str | None,
     cells: Sequence[str] = (),
     seed: int | None = None,
 ) -> list[PlannedRun]:
@@ -104,7 +99,7 @@ def jobs_of(
     """
     first = experiment.first if seed is None else seed
     jobs = [
-        job_of(experiment, cell, first + repeat, scale, data_root)
+        job_of(experiment, cell, first + repeat, scale)
         for repeat in range(repeats or experiment.repeats)
         for cell in chosen(experiment, cells)
     ]
@@ -377,7 +372,6 @@ def run(
     *,
     repeats: int | None = None,
     scale: float = 1.0,
-    data_root: str | None = None,
     cells: Sequence[str] = (),
     seed: int | None = None,
     processes: int | None = 1,
@@ -395,9 +389,7 @@ def run(
     Raises ConfigError, DataError; runs that had finished are kept.
     """
     store, began = Store(folder), time.perf_counter()
-    wanted = jobs_of(
-        experiment, repeats=repeats, scale=scale, data_root=data_root, cells=cells, seed=seed
-    )
+    wanted = jobs_of(experiment, repeats=repeats, scale=scale, cells=cells, seed=seed)
     settings_of(wanted[0].sets)
     some = {(job.cell, job.repeat) for job in wanted} if cells or seed is not None else None
     there = store.begin(experiment, scale, again=again, some=some)

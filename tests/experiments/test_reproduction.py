@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 from experiments import __main__ as command
 from experiments import reproduction, running
@@ -305,7 +306,7 @@ def test_stored_results_match_current_configurations(name: str) -> None:
 
 def test_single_cell_with_a_given_first_seed(tiny: Experiment) -> None:
     def wanted(*cells: str, seed: int = 0) -> list[tuple[str, int]]:
-        jobs = jobs_of(tiny, repeats=2, scale=1.0, data_root=None, cells=cells, seed=seed)
+        jobs = jobs_of(tiny, repeats=2, scale=1.0, cells=cells, seed=seed)
         assert all(job.sets["run.seed"] == job.sets["task.seed"] == job.repeat for job in jobs)
         return sorted((job.cell, job.repeat) for job in jobs)
 
@@ -367,12 +368,11 @@ def test_every_published_table_follows_from_the_stored_numbers(name: str) -> Non
 # what is refused
 
 
-def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = None) -> None:
+def ask(names: Sequence[str], out: Path | None = None) -> None:
     command.reproduce(
         names,
         repeats=1,
         scale=50.0,
-        data_root=data_root,
         processes=1,
         out=out,
         again=False,
@@ -388,6 +388,22 @@ def test_the_command_runs_an_experiment_by_its_name(
     monkeypatch.setattr(reproduction, "catalogue", lambda: {"tiny": tiny})
     ask(["tiny"], tmp_path / "out")
     assert (tmp_path / "out" / TABLE).is_file()
+
+
+@pytest.mark.process
+def test_the_data_folder_reaches_tasks_of_experiments_own(
+    tiny: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = {"task.name": "experiments.attackers:attacked", "task.args": {"data": "mnist"}}
+    own = replace(tiny, base=base, cells=(Cell("only", {}),), pictures=(), claims=no_claims)
+    monkeypatch.setattr(reproduction, "catalogue", lambda: {"own": own})
+    monkeypatch.setenv("FEDSTREAM_DATA", "elsewhere")
+    with pytest.raises(typer.Exit):
+        command.main(["own"], repeats=1, data_root=str(tmp_path), jobs=1, out=tmp_path / "out")
+    assert f"is not in {tmp_path}/MNIST/raw" in capsys.readouterr().err
 
 
 def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:
