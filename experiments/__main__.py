@@ -14,7 +14,7 @@ import typer
 from experiments import reproduction
 from experiments.page import PAGE, page, with_grids
 from experiments.program import commit
-from experiments.running import run
+from experiments.running import chosen, run
 from experiments.showing import TABLE, show
 from fedstream.cli.options import DataRoot, Jobs
 from fedstream.core.errors import ConfigError, FedstreamError
@@ -23,13 +23,27 @@ RESULTS = Path(__file__).parent / "results"
 ALGORITHMS = RESULTS.parents[1] / "docs" / "algorithms.md"
 
 
-def listed() -> list[str]:
-    """List the experiments, one per line; one without cells also with its first commands."""
+def listed(names: Sequence[str] = ()) -> list[str]:
+    """List the cells of the named experiments, or else all experiments, one per line.
+
+    An experiment without cells is listed with its first commands. Raises ConfigError.
+    """
+    if names:
+        known = catalogue_with(names)
+        return [cell.label for name in names for cell in chosen(known[name], ())]
     return [
         f"{name:24} {len(one.cells):3} cells  {one.title}"
         + (f" ({one.before})" if not one.cells else "")
         for name, one in reproduction.catalogue().items()
     ]
+
+
+def catalogue_with(names: Sequence[str]) -> dict[str, reproduction.Experiment]:
+    """The catalogue, if it has all these experiments. Raises ConfigError."""
+    known = reproduction.catalogue()
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+    return known
 
 
 def reproduce(
@@ -49,9 +63,7 @@ def reproduce(
 
     Raises ConfigError for an unknown name, DataError if data is missing.
     """
-    known = reproduction.catalogue()
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+    known = catalogue_with(names)
     if not names:
         raise ConfigError(f"name an experiment: {', '.join(known)}")
     if out is not None and len(names) > 1:
@@ -86,7 +98,7 @@ def main(
         typer.Option(
             min=1,
             metavar="R",
-            help="runs of every cell; default: as many as the experiment defines",
+            help="runs of known cell; default: as many as the experiment defines",
         ),
     ] = None,
     cell: Annotated[
@@ -118,7 +130,7 @@ def main(
         bool, typer.Option("--again", help="run again and replace existing results")
     ] = False,
     listed_only: Annotated[
-        bool, typer.Option("--list", help="list the experiments and exit")
+        bool, typer.Option("--list", help="list the experiments, or a NAME's cells, and exit")
     ] = False,
     page_only: Annotated[
         bool,
@@ -133,9 +145,6 @@ def main(
 
     Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong command line.
     """
-    if listed_only:
-        print("\n".join(listed()))
-        return
     if page_only:
         known = reproduction.catalogue()
         (RESULTS / PAGE).write_text(page(known, RESULTS))
@@ -145,6 +154,9 @@ def main(
     if data_root is not None:
         os.environ["FEDSTREAM_DATA"] = data_root  # also for tasks and processes of experiments' own
     try:
+        if listed_only:
+            print("\n".join(listed(names or ())))
+            return
         reproduce(
             names or (),
             repeats=repeats,

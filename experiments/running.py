@@ -117,14 +117,38 @@ def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
-            near = nearest(pattern, labels) or labels[0]
-            raise ConfigError(f"{experiment.name} has no cell {pattern!r}; did you mean {near!r}?")
+            raise _unknown(experiment, pattern)
     return [
         cell
         for cell in experiment.cells
         if not patterns
         or any(cell.label == one or fnmatch.fnmatchcase(cell.label, one) for one in patterns)
     ]
+
+
+def _unknown(experiment: Experiment, label: str) -> ConfigError:
+    labels = [cell.label for cell in experiment.cells]
+    near = nearest(label, labels) or labels[0]
+    return ConfigError(
+        f"{experiment.name} has no cell {label!r}; did you mean {near!r}? "
+        f"`python -m experiments --list {experiment.name}` lists them"
+    )
+
+
+def check(experiment: Experiment) -> None:
+    """Raise ConfigError for a cell that can't run, and for a label that two cells have or none."""
+    labels = [cell.label for cell in experiment.cells]
+    if twice := [label for label, n in Counter(labels).items() if n > 1]:
+        raise ConfigError(f"{experiment.name} has two cells {twice[0]!r}: rename one")
+    named = [label for picture in experiment.pictures for label in picture.cells]
+    for label in (*named, *(cell.beside for cell in experiment.cells if cell.beside is not None)):
+        if label not in labels:
+            raise _unknown(experiment, label)
+    for cell in experiment.cells:
+        try:
+            settings_of(experiment.sets(cell, experiment.first, 1.0))
+        except ConfigError as error:
+            raise ConfigError(f"{experiment.name}, cell {cell.label!r}: {error}") from error
 
 
 def run_job(job: PlannedRun) -> tuple[Row, Points]:
@@ -390,7 +414,7 @@ def run(
     """
     store, began = Store(folder), time.perf_counter()
     wanted = jobs_of(experiment, repeats=repeats, scale=scale, cells=cells, seed=seed)
-    settings_of(wanted[0].sets)
+    check(experiment)
     some = {(job.cell, job.repeat) for job in wanted} if cells or seed is not None else None
     there = store.begin(experiment, scale, again=again, some=some)
     checkpoints = {

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,10 +126,8 @@ def test_scale_divides_versions_and_keeps_the_decays_position(tiny: Experiment) 
 
 def test_every_experiment_has_a_valid_configuration() -> None:
     for experiment in catalogue().values():
-        labels = [cell.label for cell in experiment.cells]
-        assert len(set(labels)) == len(labels)
-        for cell in experiment.cells:
-            settings_of(experiment.sets(cell, 0, 1.0))
+        if experiment.cells:
+            running.check(experiment)
 
 
 # what is kept
@@ -404,6 +403,33 @@ def test_the_data_folder_reaches_tasks_of_experiments_own(
     with pytest.raises(typer.Exit):
         command.main(["own"], repeats=1, data_root=str(tmp_path), jobs=1, out=tmp_path / "out")
     assert f"is not in {tmp_path}/MNIST/raw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cells": (Cell("fast", {}), Cell("fast", {}))}, "tiny has two cells 'fast'"),
+        ({"cells": (Cell("fast", {}),)}, "tiny has no cell 'slow'; did you mean 'fast'?"),
+        ({"cells": (Cell("a", {}, beside="aa"),), "pictures": ()}, "tiny has no cell 'aa'"),
+        (
+            {"cells": (Cell("a", {"solver.lrr": 1}),), "pictures": ()},
+            r"tiny, cell 'a': solver.lrr = 1 .*: unknown key; did you mean solver.lr\?",
+        ),
+    ],
+)
+def test_a_wrong_declaration_is_refused_before_anything_runs(
+    changed: dict[str, Any], message: str, tiny: Experiment, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(replace(tiny, **changed), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_list_with_a_name_lists_its_cells(
+    tiny: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduction, "catalogue", lambda: {"tiny": tiny})
+    assert command.listed(["tiny"]) == ["fast", "slow"]
 
 
 def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:
