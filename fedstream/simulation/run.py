@@ -364,7 +364,7 @@ def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) 
         **dict([main] if main else []),
         "devices": fairness(numbers["metrics"]),
         "warning": never_finite(numbers),
-        "versions": f"{numbers['versions']} of {numbers['updates']} updates, "
+        "versions": f"{numbers['versions']}, from {numbers['updates']} updates, "
         f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",
         "staleness": f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}",
         "refused": ", ".join(f"{n} {why}" for why, n in outcome.refused.items()),
