@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import typer
 from experiments import reproduction
 from experiments.page import PAGE, page, with_grids
 from experiments.program import commit
-from experiments.running import run
+from experiments.running import chosen, run
 from experiments.showing import TABLE, show
 from fedstream.cli.options import DataRoot, Jobs
 from fedstream.core.errors import ConfigError, FedstreamError
@@ -22,8 +23,14 @@ RESULTS = Path(__file__).parent / "results"
 ALGORITHMS = RESULTS.parents[1] / "docs" / "algorithms.md"
 
 
-def listed() -> list[str]:
-    """List the experiments, one per line; one without cells also with its first commands."""
+def listed(names: Sequence[str] = ()) -> list[str]:
+    """List the cells of the named experiments, or else all experiments, one per line.
+
+    An experiment without cells is listed with its first commands. Raises ConfigError.
+    """
+    if names:
+        known = catalogue_with(names)
+        return [cell.label for name in names for cell in chosen(known[name], ())]
     return [
         f"{name:24} {len(one.cells):3} cells  {one.title}"
         + (f" ({one.before})" if not one.cells else "")
@@ -31,12 +38,19 @@ def listed() -> list[str]:
     ]
 
 
+def catalogue_with(names: Sequence[str]) -> dict[str, reproduction.Experiment]:
+    """The catalogue, if it has all these experiments. Raises ConfigError."""
+    known = reproduction.catalogue()
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+    return known
+
+
 def reproduce(
     names: Sequence[str],
     *,
     repeats: int | None,
     scale: float,
-    data_root: str | None,
     cells: Sequence[str] = (),
     seed: int | None = None,
     processes: int | None,
@@ -49,9 +63,7 @@ def reproduce(
 
     Raises ConfigError for an unknown name, DataError if data is missing.
     """
-    known = reproduction.catalogue()
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+    known = catalogue_with(names)
     if not names:
         raise ConfigError(f"name an experiment: {', '.join(known)}")
     if out is not None and len(names) > 1:
@@ -64,7 +76,6 @@ def reproduce(
             folder,
             repeats=repeats,
             scale=scale,
-            data_root=data_root,
             cells=cells,
             seed=seed,
             processes=processes,
@@ -119,7 +130,7 @@ def main(
         bool, typer.Option("--again", help="run again and replace existing results")
     ] = False,
     listed_only: Annotated[
-        bool, typer.Option("--list", help="list the experiments and exit")
+        bool, typer.Option("--list", help="list the experiments, or a NAME's cells, and exit")
     ] = False,
     page_only: Annotated[
         bool,
@@ -134,23 +145,24 @@ def main(
 
     Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong command line.
     """
-    if listed_only:
-        print("\n".join(listed()))
-        return
     if page_only:
         known = reproduction.catalogue()
         (RESULTS / PAGE).write_text(page(known, RESULTS))
         ALGORITHMS.write_text(with_grids(ALGORITHMS.read_text(), known, RESULTS))
         print(f"{RESULTS / PAGE}\n{ALGORITHMS}")
         return
+    if data_root is not None:
+        os.environ["FEDSTREAM_DATA"] = data_root  # also for tasks and processes of experiments' own
     try:
+        if listed_only:
+            print("\n".join(listed(names or ())))
+            return
         reproduce(
             names or (),
             repeats=repeats,
             cells=cell or (),
             seed=seed,
             scale=scale,
-            data_root=data_root,
             processes=jobs,
             out=out,
             again=again,

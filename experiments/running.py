@@ -65,21 +65,17 @@ class PlannedRun:
 
     @property
     def configuration(self) -> str:
-        """A digest of the keys that are set, except for the data folder."""
-        keys = {key: value for key, value in self.sets.items() if key != "task.data_root"}
-        return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:10]
+        """A digest of the keys that are set."""
+        return hashlib.sha256(json.dumps(self.sets, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def job_of(
-    experiment: Experiment, cell: Cell, repeat: int, scale: float, data_root: str | None = None
-) -> PlannedRun:
+def job_of(experiment: Experiment, cell: Cell, repeat: int, scale: float) -> PlannedRun:
     """One of an experiment's runs."""
-    given = {} if data_root is None else {"task.data_root": data_root}
     return PlannedRun(
         cell.label,
         repeat,
         scale,
-        experiment.sets(cell, repeat, scale) | given,
+        experiment.sets(cell, repeat, scale),
         experiment.metric,
         experiment.higher,
         experiment.points,
@@ -91,7 +87,6 @@ def jobs_of(
     *,
     repeats: int | None,
     scale: float,
-    data_root: str | None,
     cells: Sequence[str] = (),
     seed: int | None = None,
 ) -> list[PlannedRun]:
@@ -104,7 +99,7 @@ def jobs_of(
     """
     first = experiment.first if seed is None else seed
     jobs = [
-        job_of(experiment, cell, first + repeat, scale, data_root)
+        job_of(experiment, cell, first + repeat, scale)
         for repeat in range(repeats or experiment.repeats)
         for cell in chosen(experiment, cells)
     ]
@@ -122,14 +117,38 @@ def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
-            near = nearest(pattern, labels) or labels[0]
-            raise ConfigError(f"{experiment.name} has no cell {pattern!r}; did you mean {near!r}?")
+            raise _unknown(experiment, pattern)
     return [
         cell
         for cell in experiment.cells
         if not patterns
         or any(cell.label == one or fnmatch.fnmatchcase(cell.label, one) for one in patterns)
     ]
+
+
+def _unknown(experiment: Experiment, label: str) -> ConfigError:
+    labels = [cell.label for cell in experiment.cells]
+    near = nearest(label, labels) or labels[0]
+    return ConfigError(
+        f"{experiment.name} has no cell {label!r}; did you mean {near!r}? "
+        f"`python -m experiments --list {experiment.name}` lists them"
+    )
+
+
+def check(experiment: Experiment) -> None:
+    """Raise ConfigError for a cell that can't run, and for a label that two cells have or none."""
+    labels = [cell.label for cell in experiment.cells]
+    if twice := [label for label, n in Counter(labels).items() if n > 1]:
+        raise ConfigError(f"{experiment.name} has two cells {twice[0]!r}: rename one")
+    named = [label for picture in experiment.pictures for label in picture.cells]
+    for label in (*named, *(cell.beside for cell in experiment.cells if cell.beside is not None)):
+        if label not in labels:
+            raise _unknown(experiment, label)
+    for cell in experiment.cells:
+        try:
+            settings_of(experiment.sets(cell, experiment.first, 1.0))
+        except ConfigError as error:
+            raise ConfigError(f"{experiment.name}, cell {cell.label!r}: {error}") from error
 
 
 def run_job(job: PlannedRun) -> tuple[Row, Points]:
@@ -377,7 +396,6 @@ def run(
     *,
     repeats: int | None = None,
     scale: float = 1.0,
-    data_root: str | None = None,
     cells: Sequence[str] = (),
     seed: int | None = None,
     processes: int | None = 1,
@@ -395,10 +413,8 @@ def run(
     Raises ConfigError, DataError; runs that had finished are kept.
     """
     store, began = Store(folder), time.perf_counter()
-    wanted = jobs_of(
-        experiment, repeats=repeats, scale=scale, data_root=data_root, cells=cells, seed=seed
-    )
-    settings_of(wanted[0].sets)
+    wanted = jobs_of(experiment, repeats=repeats, scale=scale, cells=cells, seed=seed)
+    check(experiment)
     some = {(job.cell, job.repeat) for job in wanted} if cells or seed is not None else None
     there = store.begin(experiment, scale, again=again, some=some)
     checkpoints = {

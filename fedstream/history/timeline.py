@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import islice
 from math import isfinite, isnan
 from statistics import fmean
@@ -87,6 +87,7 @@ class History:
         self.failed = 0  # tasks that raised or killed their trainers
         self.failed_devices: set[int | None] = set()  # of these tasks
         self.refused = 0  # updates
+        self.references: Container[int] = ()  # devices whose updates go into no version
         self.disk_full = False  # the updater waits for space; the observer looks
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._ever_finite: dict[str, bool] = {}  # by metric
@@ -127,7 +128,10 @@ class History:
                 self._failed(event)
             self._raised(site, event)
         elif event.outcome in ("applied", "buffered"):
-            self._worked()
+            self.failed = 0
+            self.failed_devices.clear()
+            if event.device not in self.references:
+                self.refused = 0
         elif event.outcome == "dead":
             self._failed(event)
         elif event.outcome == "refused":
@@ -138,10 +142,6 @@ class History:
         if (event.site or POOL) == POOL:
             self.failed += 1
             self.failed_devices.add(event.device)
-
-    def _worked(self) -> None:
-        self.failed = self.refused = 0
-        self.failed_devices.clear()
 
     def _raised(self, site: str, event: Event) -> None:
         if sum(known == site for known, _ in self.errors) < _KINDS_KEPT:
@@ -239,7 +239,8 @@ class History:
 
     def forget_failures(self) -> None:
         """Discard failures so far: a resumed run starts counting afresh."""
-        self._worked()
+        self.failed = self.refused = 0
+        self.failed_devices.clear()
         self.errors.clear()
 
     @property

@@ -154,6 +154,7 @@ class LocalRun:
         self._client = Client(settings.redis.model_copy(update={"url": redis_url}), "run")
         keys = Keys(settings.run.name)
         self._observer = Observer(self._client, keys)
+        self._observer.history.references = settings.strategy.references
         self._trackers = Trackers(
             SinksLedger(self._client, keys, "run"),
             settings.sinks,

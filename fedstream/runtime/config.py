@@ -449,7 +449,7 @@ class _Wrong:
             case "bool_type":
                 return "must be true or false"
             case "tuple_type" | "list_type":
-                return "must be a list"
+                return "must be a list" + self._as_list()
             case "too_short" if SecretStr in self.types:  # would name its items
                 return f"must have at least {self.details['ctx']['min_length']} characters"
             case _:
@@ -467,6 +467,8 @@ class _Wrong:
             if 0 < len(having) < len(models):
                 with_key = {label for one in having for label in _labels(one)[1:]}
                 needs = _dotted([*self.at, *self.key[:-1], key])
+                if len(with_key) == 1:
+                    return f"required with {needs}, which only {with_key.pop()} has"
                 return f"required with {needs}; one of {', '.join(sorted(with_key))}"
         return f"required, but not given; one of {', '.join(sorted(kinds))}"
 
@@ -478,6 +480,13 @@ class _Wrong:
         models = [one for one in _resolved(self.types) if _is_model(one)]
         tag = next(tag for tag in _TAGS if all(tag in one.model_fields for one in models))
         return f", as in {_dotted([*self.at, *self.key, tag])} = {to_json(name).decode()}"
+
+    def _as_list(self) -> str:
+        """The hint for a single item in place of a list."""
+        item = self.details["input"]
+        if self._may_be_secret() or not isinstance(item, (str, int, float)):
+            return ""
+        return f", as in [{to_json(item).decode()}]"
 
     def _unknown(self) -> str:
         *table, key = self.key

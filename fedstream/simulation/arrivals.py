@@ -124,6 +124,26 @@ def plan(
             return _Clock(settings, devices, failed).events()
 
 
+def needs_clock(settings: Settings) -> Iterator[str]:
+    """A warning about settings without effect, because the simulation has no clock."""
+    staleness, devices, policy = settings.staleness, settings.devices, settings.policy
+    if isinstance(staleness, LatencyStaleness):
+        return
+    usual = type(devices)()
+    vain = [
+        f"devices.{key}"
+        for key in type(devices).model_fields
+        if getattr(devices, key) != getattr(usual, key)
+    ]
+    if not isinstance(policy, Rounds) and policy != InFlight():
+        vain.append("scheduler.policy")
+    if vain:
+        yield (
+            f"no effect: {', '.join(vain)}, because simulation.staleness.kind = "
+            f"{staleness.kind!r} has no clock; 'latency' has one"
+        )
+
+
 def _drawn(
     settings: Settings, devices: int, failed: set[int], *, most: int
 ) -> Iterator[PlannedEvent]:

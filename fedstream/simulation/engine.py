@@ -600,7 +600,8 @@ class _Simulation:
             self._refuse(upload, step.decision.reason, arrival.time, sizes)
             self._release(update, spare)
             return
-        self._streak = 0
+        if step.decision is None or not step.decision.is_reference:
+            self._streak = 0
         self._in_a_row.clear()
         self._failing.pop(arrival.device, None)
         self._progress = step.after

@@ -46,6 +46,7 @@ from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.settings.services import check_used, described, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
+from fedstream.simulation.arrivals import needs_clock
 from fedstream.sinks.service import DirectSinks
 from fedstream.sinks.settings import flat, named, parameters
 from fedstream.sinks.sink import TrackedRun
@@ -70,7 +71,7 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     settings = settings.with_absolute_paths()
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
-    for doubt in doubts(settings):
+    for doubt in (*doubts(settings), *needs_clock(settings)):
         line(doubt, err=True)
     # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
     # first process ignores signals that it doesn't handle.
@@ -363,7 +364,7 @@ def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) 
         **dict([main] if main else []),
         "devices": fairness(numbers["metrics"]),
         "warning": never_finite(numbers),
-        "versions": f"{numbers['versions']} of {numbers['updates']} updates, "
+        "versions": f"{numbers['versions']}, from {numbers['updates']} updates, "
         f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",
         "staleness": f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}",
         "refused": ", ".join(f"{n} {why}" for why, n in outcome.refused.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -49,6 +50,11 @@ class AflGuardSettings(FedBuffSettings):
     def names_suspects(self) -> bool:
         """True: the devices whose updates are refused."""
         return True
+
+    @property
+    def references(self) -> Container[int]:
+        """The root devices."""
+        return self.root
 
     def span(self, layout: Layout) -> int:
         """The parameters and the buffers."""

@@ -10,7 +10,7 @@ in its memory. Models that the new state does not contain are free for reuse.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
@@ -153,6 +153,11 @@ class Strategy(NamedSettings):
                 f"{self.adapt.least:g} and most = {self.adapt.most:g}: set bounds around it"
             )
         return self
+
+    @property
+    def references(self) -> Container[int]:
+        """The devices whose updates judge others' and go into no version."""
+        return ()
 
     @property
     def step_rate(self) -> float:

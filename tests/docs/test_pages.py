@@ -261,9 +261,10 @@ def test_strategies(reader: Open) -> None:
             page.follow()
 
 
-def test_algorithms(reader: Open) -> None:
+def test_algorithms(reader: Open, mnist: Path) -> None:
     shorter = {"fedstream simulate": "fedstream simulate --versions 5"}
     with reader("docs/algorithms.md", instead=shorter) as page:
+        (page.folder / "DATA_ROOT").symlink_to(mnist)
         page.follow()
 
 

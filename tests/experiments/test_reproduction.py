@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -127,10 +129,8 @@ def test_scale_divides_versions_and_keeps_the_decays_position(tiny: Experiment) 
 
 def test_every_experiment_has_a_valid_configuration() -> None:
     for experiment in catalogue().values():
-        labels = [cell.label for cell in experiment.cells]
-        assert len(set(labels)) == len(labels)
-        for cell in experiment.cells:
-            settings_of(experiment.sets(cell, 0, 1.0))
+        if experiment.cells:
+            running.check(experiment)
 
 
 # what is kept
@@ -328,7 +328,7 @@ def test_held_out_images_are_on_no_device() -> None:
 
 def test_single_cell_with_a_given_first_seed(tiny: Experiment) -> None:
     def wanted(*cells: str, seed: int = 0) -> list[tuple[str, int]]:
-        jobs = jobs_of(tiny, repeats=2, scale=1.0, data_root=None, cells=cells, seed=seed)
+        jobs = jobs_of(tiny, repeats=2, scale=1.0, cells=cells, seed=seed)
         assert all(job.sets["run.seed"] == job.sets["task.seed"] == job.repeat for job in jobs)
         return sorted((job.cell, job.repeat) for job in jobs)
 
@@ -390,12 +390,11 @@ def test_every_published_table_follows_from_the_stored_numbers(name: str) -> Non
 # what is refused
 
 
-def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = None) -> None:
+def ask(names: Sequence[str], out: Path | None = None) -> None:
     command.reproduce(
         names,
         repeats=1,
         scale=50.0,
-        data_root=data_root,
         processes=1,
         out=out,
         again=False,
@@ -411,6 +410,49 @@ def test_the_command_runs_an_experiment_by_its_name(
     monkeypatch.setattr(reproduction, "catalogue", lambda: {"tiny": tiny})
     ask(["tiny"], tmp_path / "out")
     assert (tmp_path / "out" / TABLE).is_file()
+
+
+@pytest.mark.process
+def test_the_data_folder_reaches_tasks_of_experiments_own(
+    tiny: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = {"task.name": "experiments.attackers:attacked", "task.args": {"data": "mnist"}}
+    own = replace(tiny, base=base, cells=(Cell("only", {}),), pictures=(), claims=no_claims)
+    monkeypatch.setattr(reproduction, "catalogue", lambda: {"own": own})
+    monkeypatch.setenv("FEDSTREAM_DATA", "elsewhere")
+    with pytest.raises(typer.Exit):
+        command.main(["own"], repeats=1, data_root=str(tmp_path), jobs=1, out=tmp_path / "out")
+    assert f"is not in {tmp_path}/MNIST/raw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cells": (Cell("fast", {}), Cell("fast", {}))}, "tiny has two cells 'fast'"),
+        ({"cells": (Cell("fast", {}),)}, "tiny has no cell 'slow'; did you mean 'fast'?"),
+        ({"cells": (Cell("a", {}, beside="aa"),), "pictures": ()}, "tiny has no cell 'aa'"),
+        (
+            {"cells": (Cell("a", {"solver.lrr": 1}),), "pictures": ()},
+            r"tiny, cell 'a': solver.lrr = 1 .*: unknown key; did you mean solver.lr\?",
+        ),
+    ],
+)
+def test_a_wrong_declaration_is_refused_before_anything_runs(
+    changed: dict[str, Any], message: str, tiny: Experiment, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(replace(tiny, **changed), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_list_with_a_name_lists_its_cells(
+    tiny: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduction, "catalogue", lambda: {"tiny": tiny})
+    assert command.listed(["tiny"]) == ["fast", "slow"]
 
 
 def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         ),
         (
             ("strategy.k=5",),  # not of the default strategy
-            "strategy.name: required with strategy.k; one of fedbuff",
+            "strategy.name: required with strategy.k, which only fedbuff has",
         ),
         (
             ("strategy.name=fedbuff", "strategy.alpha=0.5"),  # the other strategy's
@@ -213,7 +213,7 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         ),
         (
             ("policy.size=5", "policy.rate=1"),
-            "policy.kind: required with policy.size; one of rounds",
+            "policy.kind: required with policy.size, which only rounds has",
         ),
         (
             ("policies=[{}]",),
@@ -229,7 +229,7 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         ),
         (("run=demo",), 'run = "demo" (from --set): must be a table'),
         (("run.quick=1",), "run.quick = 1 (from --set): must be true or false"),
-        (("run.tags=a",), 'run.tags = "a" (from --set): must be a list'),
+        (("run.tags=a",), 'run.tags = "a" (from --set): must be a list, as in ["a"]'),
         (("strategy=3",), "strategy = 3 (from --set): must be a table"),
         (("run=3",), "run = 3 (from --set): must be a table"),
         (("seed=3",), "seed = 3 (from --set): unknown key; did you mean run.seed?"),

@@ -253,7 +253,7 @@ def test_changing_the_kind_drops_the_other_kinds_keys() -> None:
             ("shape.kind=square", "shape.sid=2"),
             "shape.sid = 2 (from --set): unknown key; did you mean shape.side?",
         ),
-        (("shape.side=2",), "shape.kind: required with shape.side; one of square"),
+        (("shape.side=2",), "shape.kind: required with shape.side, which only square has"),
         (("shape=3",), "shape = 3 (from --set): must be a table"),
         (
             ("more=[{kind='square', side='x'}]",),

@@ -99,6 +99,18 @@ def test_only_failures_of_the_pool_end_the_run(
     assert ending(history, seen, tested=True, finished_s=0.0) == Ending("failed", why)
 
 
+def test_answers_of_a_root_device_do_not_hide_that_all_others_are_refused() -> None:
+    seen = view({"refused": 100, "refused:far from the root": 100})
+    history = History()
+    history.references = (0,)
+    for device, ends in ((1, False), (0, True)):
+        for refused in refusals("pool"):
+            history.tell(refused)
+            history.tell(event("outcome", outcome="buffered", device=device))
+        found = ending(history, seen, tested=True, finished_s=0.0)
+        assert (found is not None) == ends
+
+
 def test_a_run_waits_longer_for_its_root_device() -> None:
     """Each of a hundred devices comes about ten times, before the root device is missed."""
     seen = view({"refused": 999, "refused:no root update yet": 999})

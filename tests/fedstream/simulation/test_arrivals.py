@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
-from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
+from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, needs_clock, plan
 
 SHARES = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
 
@@ -348,6 +348,23 @@ def test_round_of_all_devices_may_be_smaller_than_k() -> None:
 def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         events(2000, *sets)
+
+
+@pytest.mark.parametrize(
+    ("sets", "vain"),
+    [
+        (
+            ("devices.dropout=0.1", "devices.slow_devices=[1]"),
+            "devices.slow_devices, devices.dropout",
+        ),
+        (("scheduler.policy.kind=in_flight", "scheduler.policy.n=9"), "scheduler.policy"),
+        (("strategy.name=fedavg", "scheduler.policy.kind=rounds"), ""),
+        (("devices.dropout=0.1", "simulation.staleness.kind=latency"), ""),
+    ],
+)
+def test_settings_that_need_a_clock_are_named_without_one(sets: tuple[str, ...], vain: str) -> None:
+    told = [one.partition(", because ")[0] for one in needs_clock(settings(*sets))]
+    assert told == ([f"no effect: {vain}"] if vain else [])
 
 
 @pytest.mark.parametrize(

@@ -541,6 +541,12 @@ def test_a_simulation_waits_for_its_root_device() -> None:
     assert found.refused["no root update yet"] > 100
 
 
+def test_a_simulation_ends_if_nobody_is_near_the_root_device() -> None:
+    found = run("strategy.name=aflguard", "strategy.radius=1e-9")
+    assert (found.state, found.refused.total()) == ("failed", 100)
+    assert found.why == "100 updates in a row were refused (far from the root)"
+
+
 class Untrainable(Small):
     def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
         raise IndexError("no device")
