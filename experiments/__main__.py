@@ -172,6 +172,9 @@ def main(
     except FedstreamError as error:
         print(f"experiments: {error}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        print("experiments: interrupted; the same command continues", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 if __name__ == "__main__":

@@ -460,10 +460,15 @@ def inline_toml(value: object) -> str:
 
 
 def catalogue() -> dict[str, Experiment]:
-    """Every experiment by its name: the members of ``EXPERIMENTS`` in the modules beside this."""
+    """Every experiment by its name: the members of ``EXPERIMENTS`` in the modules beside this.
+
+    Raises ConfigError if two have the same name.
+    """
     found: dict[str, Experiment] = {}
     for module in pkgutil.iter_modules(experiments.__path__):
         if not module.ispkg:
             declared = importlib.import_module(f"{experiments.__name__}.{module.name}")
-            found |= {one.name: one for one in getattr(declared, "EXPERIMENTS", ())}
+            for one in getattr(declared, "EXPERIMENTS", ()):
+                if found.setdefault(one.name, one) is not one:
+                    raise ConfigError(f"two experiments are named {one.name!r}: rename one")
     return found

@@ -448,6 +448,25 @@ def test_a_wrong_declaration_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_interrupted_command_says_how_to_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "reproduce", interrupted)
+    with pytest.raises(typer.Exit) as end:
+        command.main(["rules"])
+    assert end.value.exit_code == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+def test_two_experiments_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "EXPERIMENTS", (*rules.EXPERIMENTS, replace(rules.EXPERIMENTS[0])))
+    with pytest.raises(ConfigError, match="two experiments are named 'rules-steps'"):
+        catalogue()
+
+
 def test_list_with_a_name_lists_its_cells(
     tiny: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
