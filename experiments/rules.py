@@ -221,7 +221,7 @@ class Study:
         for situation in self.situations:
             found += self._against_rounds(results, situation)
             if "one class each, 80" in situation:
-                found.append(_aced(results, situation))
+                found += _aced(results, situation)
         return found
 
     def _against_rounds(self, results: Results, situation: str) -> list[JudgedClaim]:
@@ -330,19 +330,23 @@ def _label(situation: str, rule: str, step: float | None = None) -> str:
     return f"{situation}: {rule}" + (f", step {step:.4g}" if step is not None else "")
 
 
-def _aced(results: Results, situation: str) -> JudgedClaim:
+def _aced(results: Results, situation: str) -> list[JudgedClaim]:
     """Does ACED withstand the staleness that AFA-CS, with an untuned step, did not?"""
     late = {one: _late(results, situation, one) for one in RULES if one.startswith("aced")}
     cached = _late(results, situation, "afa-cs")
     told = (f"{one} {mean_and_deviation([*of.values()])}" for one, of in late.items())
-    return JudgedClaim(
-        f"{situation}: aced reaches .85, where afa-cs falls to .72.",
-        [
-            *(above(of, dict.fromkeys(of, 0.85)) for of in late.values()),
-            above(dict.fromkeys(cached, 0.75), cached),
-        ],
-        f"{', '.join(told)}, afa-cs {mean_and_deviation([*cached.values()])}.",
-    )
+    return [
+        JudgedClaim(
+            f"{situation}: aced reaches .85.",
+            [above(of, dict.fromkeys(of, 0.85)) for of in late.values()],
+            f"{', '.join(told)}.",
+        ),
+        JudgedClaim(
+            f"{situation}: afa-cs falls to .72 (here: below .75).",
+            [above(dict.fromkeys(cached, 0.75), cached)],
+            f"afa-cs {mean_and_deviation([*cached.values()])}.",
+        ),
+    ]
 
 
 def _late(
