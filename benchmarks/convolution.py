@@ -20,8 +20,9 @@ from itertools import product
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.results import conditions, keep
 from benchmarks.simulation import CNN
@@ -47,11 +48,17 @@ def settings_of(precision: str) -> Settings:
 
 def plain(task: Task, precision: str, *, last: bool) -> Callable[[], object]:
     """A loop over one device's images. ``last``: with the channels last."""
-    module, lr = task.model().train(), settings_of(precision).solver.lr
+    return loop(task.model(), task.device_data(0), precision, last=last)
+
+
+def loop(
+    module: nn.Module, data: Dataset[Any], precision: str, *, last: bool
+) -> Callable[[], object]:
+    """An epoch that trains the module on a device's images. ``last``: with the channels last."""
     if last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
-    x, y = cast(TensorDataset, task.device_data(0)).tensors
+    optimizer = torch.optim.SGD(module.train().parameters(), lr=settings_of(precision).solver.lr)
+    x, y = cast(TensorDataset, data).tensors
 
     def epoch() -> None:
         for rows in torch.split(torch.randperm(STEPS * BATCH), BATCH):
