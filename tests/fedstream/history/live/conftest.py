@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.coordinator.access import tokens_of
-from fedstream.history.live import broadcast
+from fedstream.history.live import broadcast, service
 from fedstream.history.live.service import LiveService
 from fedstream.runtime.config import load
 from fedstream.runtime.http import application
@@ -80,17 +80,18 @@ def serve(redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> 
     """Serves the page of a configuration; it looks every 20 ms."""
     monkeypatch.setattr(broadcast, "_LEAST_S", 0.02)
     monkeypatch.setattr(broadcast, "_MOST_S", 0.02)
+    monkeypatch.setattr(service, "_NICENESS", 0)  # else a question waits for other tests' processes
 
     @asynccontextmanager
     async def serve(*sets: str, as_user: RedisSettings = redis) -> AsyncIterator[Served]:
         settings = load(Settings, path=None, environ={}, sets=[f"run.name={keys.name}", *sets])
         settings = settings.model_copy(update={"redis": as_user})
         client, live = Client(as_user, "coordinator"), context()
-        service = LiveService(settings, client, tokens_of(settings.http))
-        app = application(service.routes(), live.stop.is_set)
-        working = asyncio.create_task(service.run(live))
+        served = LiveService(settings, client, tokens_of(settings.http))
+        app = application(served.routes(), live.stop.is_set)
+        working = asyncio.create_task(served.run(live))
         async with TestClient(TestServer(app)) as http:
-            yield Served(http, service, live)
+            yield Served(http, served, live)
             live.stop.set()
             await working
         await client.close()
