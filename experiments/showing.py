@@ -89,8 +89,7 @@ def table(experiment: Experiment, results: Results) -> str:
         "all measured versions, so it looks at the test set; the last is the last version's."
     )
     columns = ["cell", "best", "last", "repeats"]
-    has_paper = any(cell.paper is not None for cell in experiment.cells)
-    if has_paper:
+    if any(cell.paper is not None for cell in experiment.cells):
         how += f" The difference is the {experiment.compare} less the paper's number."
         columns = ["cell", "paper", "best", "last", "difference", "repeats"]
     lines = [
@@ -166,9 +165,13 @@ def _beside(experiment: Experiment, results: Results) -> list[str]:
     if not pairs:
         return []
     found = [
-        f"| {cell.label} | {mean_and_deviation(list(results.late(cell.label, of).values()))} "
-        f"| {other} | {mean_and_deviation(list(results.late(other, of).values()))} "
-        f"| {mean_and_deviation(results.differences(cell.label, other, of), sign='+')} |"
+        table_row(
+            cell.label,
+            mean_and_deviation(list(results.late(cell.label, of).values())),
+            other,
+            mean_and_deviation(list(results.late(other, of).values())),
+            mean_and_deviation(results.differences(cell.label, other, of), sign="+"),
+        )
         for cell, other in pairs
     ]
     said = (
