@@ -19,7 +19,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.plugins import words
 from fedstream.strategies.adapt import Windows, best_scale
 from fedstream.trainer.data import placed, thinned
-from fedstream.trainer.goals import goal_of, unknown_goal
+from fedstream.trainer.goals import required_goal
 from fedstream.trainer.task import measured
 
 if TYPE_CHECKING:
@@ -44,10 +44,8 @@ class Scorer:
 
     def __init__(self, adapt: Adapt, task: Task, module: nn.Module, place: Processor) -> None:
         """``module``: takes the models, on ``place``. Raises ConfigError, DataError."""
-        goal, data = goal_of(adapt.metric, task.goal), task.validation_data()
-        if goal is None:
-            raise ConfigError(f"strategy.adapt.metric: {unknown_goal(adapt.metric)}")
-        if data is None:
+        goal = required_goal("strategy.adapt.metric", adapt.metric, task.goal)
+        if (data := task.validation_data()) is None:
             raise ConfigError(
                 "strategy.adapt: the task has no held-out data to score models by: define "
                 "validation_data(), or test_data()"

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from fedstream.core.errors import ConfigError
 from fedstream.core.messages import Goal
 from fedstream.runtime.config import Section
+from fedstream.runtime.text import did_you_mean
 
 T = TypeVar("T")
 
@@ -82,6 +83,17 @@ def unknown_goal(metric: str) -> str:
         f"whether a low or a high {metric} is good is unknown: set Task.goal = "
         f'{{"{metric}": "min"}} or "max"'
     )
+
+
+def required_goal(key: str, metric: str, declared: Goals) -> Goal:
+    """The goal of the metric that a key of the configuration names.
+
+    Raises ConfigError without one, with the most similar name that has one.
+    """
+    if (goal := goal_of(metric, declared)) is None:
+        hint = did_you_mean(metric, [*declared, *_KNOWN])
+        raise ConfigError(f"{key}: {unknown_goal(metric)}{hint}")
+    return goal
 
 
 def is_on_devices(metric: str) -> bool:
@@ -170,9 +182,9 @@ class Stopping:
     def __init__(self, settings: StopSettings | None, declared: Goals) -> None:
         """Without ``settings``, the run goes on. Raises ConfigError for a metric without a goal."""
         self._settings = settings
-        self._goal = goal_of(settings.metric, declared) if settings is not None else None
-        if settings is not None and self._goal is None:
-            raise ConfigError(f"run.stop.metric: {unknown_goal(settings.metric)}")
+        self._goal = (
+            required_goal("run.stop.metric", settings.metric, declared) if settings else None
+        )
         self._best: tuple[float, int] | None = None  # value, version
         self._waited = 0  # measurements since
         # The last measurement's version, and best and waited before it: it may come again.

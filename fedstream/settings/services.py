@@ -31,7 +31,7 @@ from fedstream.sinks.service import DRAIN_S, Sinks
 from fedstream.sinks.settings import named, parameters
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
-from fedstream.trainer.goals import goal_of, unknown_goal
+from fedstream.trainer.goals import required_goal
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.on_devices import has_device_tests
 from fedstream.trainer.service import Trainer
@@ -114,9 +114,8 @@ def devices_of(settings: Settings, task: Task) -> int:
                 f"evaluator.on_devices.min_devices = {on_devices.min_devices}, but the run has "
                 f"{devices} devices (task.devices): no version would ever have metrics"
             )
-    adapt = strategy.adapt
-    if adapt is not None and goal_of(adapt.metric, task.goal) is None:
-        raise ConfigError(f"strategy.adapt.metric: {unknown_goal(adapt.metric)}")
+    if strategy.adapt is not None:
+        required_goal("strategy.adapt.metric", strategy.adapt.metric, task.goal)
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(

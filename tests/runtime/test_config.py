@@ -35,7 +35,7 @@ class Rounds(Section):
 
 
 class Retry(Section):
-    first: float = 0.1
+    first: float = Field(default=0.1, ge=1e-30)
     most: float = 5.0
 
     @model_validator(mode="after")
@@ -191,6 +191,10 @@ def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
         (
             ("strategy={name='fedasync', alpha=2}",),
             "strategy.alpha = 2 (from --set): must be less than or equal to 1",
+        ),
+        (
+            ("retry.first=0",),
+            "retry.first = 0 (from --set): must be greater than or equal to 1e-30",
         ),
         (
             ("strategy.name=fedavg",),

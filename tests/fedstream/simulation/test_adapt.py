@@ -62,5 +62,7 @@ def test_a_run_that_does_not_adapt_has_no_changes(tmp_path: Path) -> None:
 def test_what_scores_a_model_must_be_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"strategy\.adapt\.metric: .*speed"):
         simulated("strategy.adapt.metric=speed")
+    with pytest.raises(ConfigError, match=r"did you mean 'accuracy'\?$"):
+        simulated("strategy.adapt.metric=acuracy")
     with pytest.raises(ConfigError, match=r"journal\.weights = false"):
         simulated(*FREELY, "journal.weights=false")
