@@ -54,6 +54,9 @@ FULL = GAMMA * H  # afa-cd's and afa-cs's step with which they move as far as a 
 LADDER = (1.0, 0.4, 0.16, 0.064, 0.0256, 0.01)  # times a rule's largest step
 
 
+ALPHA = "strategy.alpha"
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule, the key of its step size, and the largest step that is tried."""
@@ -64,10 +67,10 @@ class Rule:
     batch: int = 1  # updates in a version; in ringleader about so many, with 20 in flight
     in_rounds: bool = False
 
-    @property
-    def steps(self) -> list[float]:
-        """The steps that are tried."""
-        return [self.top * part for part in LADDER]
+    def steps(self, longer: float) -> list[float]:
+        """The steps that are tried; ``longer``: times as long, but no alpha exceeds 1."""
+        top = self.top if self.step == ALPHA else self.top * longer
+        return [top * part for part in LADDER]
 
     def keys(self, step: float, in_flight: int) -> dict[str, object]:
         """The configuration for a step size and so many tasks in flight."""
@@ -85,7 +88,7 @@ class Rule:
 
 def _mixing(**more: object) -> Rule:
     sets = {"strategy.name": "fedasync", **{f"strategy.{k}": v for k, v in more.items()}}
-    return Rule(sets, "strategy.alpha", 1.0)
+    return Rule(sets, ALPHA, 1.0)
 
 
 def _batch(name: str, top: float, **more: object) -> Rule:
@@ -162,6 +165,7 @@ class Study:
     in_flight: Sequence[int]
     model: Literal["linear", "cnn"]
     data: Mapping[str, KeyValues]  # by partition
+    longer: float = 1.0  # than RULES has them: the steps, in multiples
 
     @property
     def situations(self) -> dict[str, tuple[str, int]]:
@@ -187,7 +191,7 @@ class Study:
             self.cell(situation, rule, step, _label(situation, rule, step))
             for situation in self.situations
             for rule in RULES
-            for step in RULES[rule].steps
+            for step in RULES[rule].steps(self.longer)
         )
 
     def reported(self) -> tuple[Cell, ...]:
@@ -204,7 +208,8 @@ class Study:
         """The best step of each rule whose steps have all run, by the label of its cell."""
         results, found = Store(self.folder).results(), {}
         for situation, rule in product(self.situations, RULES):
-            late = {step: _late(results, situation, rule, step) for step in RULES[rule].steps}
+            steps = RULES[rule].steps(self.longer)
+            late = {step: _late(results, situation, rule, step) for step in steps}
             if all(late.values()):
                 found[_label(situation, rule)] = max(late, key=lambda step: mean_of(late[step]))
         return found
@@ -433,6 +438,7 @@ STUDIES = (
         in_flight=(20,),
         model="cnn",
         data={name: _held_out(name, "cnn") for name in PARTITIONS if name != "iid"},
+        longer=2.5,
     ),
 )
 EXPERIMENTS = tuple(one for study in STUDIES for one in study.experiments())

@@ -387,7 +387,7 @@ def _text(value: float) -> str:
     """A number to six digits, whole numbers in full; empty if not measured."""
     if math.isnan(value):
         return ""
-    return str(int(value)) if value == int(value) else f"{value:.6g}"
+    return str(int(value)) if value.is_integer() else f"{value:.6g}"
 
 
 def run(
