@@ -97,11 +97,11 @@ def _batch(name: str, top: float, **more: object) -> Rule:
     return Rule({f"strategy.{k}": v for k, v in table.items()}, "strategy.server_lr", top, K)
 
 
-def _scaffold(top: float, **more: object) -> Rule:
-    one = _batch("scaffold", top)
-    return replace(one, sets={**one.sets, "solver.kind": "scaffold", **more})
+def _with(rule: Rule, more: KeyValues) -> Rule:
+    return replace(rule, sets={**rule.sets, **more})
 
 
+_SCAFFOLD: KeyValues = {"solver.kind": "scaffold"}
 _ACED = Rule({"strategy.name": "aced"}, "strategy.server_lr", 0.3 * FULL)
 ADAPTIVE = "fedasync, adaptive"
 ROUNDS = "rounds"
@@ -117,6 +117,7 @@ RULES: dict[str, Rule] = {
     "ringmaster": Rule({"strategy.name": "ringmaster"}, "strategy.server_lr", 1.0),
     "ringleader": Rule({"strategy.name": "ringleader"}, "strategy.server_lr", 0.15, 7),
     "fedbuff": _batch("fedbuff", 1.5),
+    "fedbuff, gamma .02": _with(_batch("fedbuff", 7.5), {"solver.lr": 0.02}),
     "fedbuff, momentum": _batch("fedbuff", 0.2, **{"server.kind": "momentum"}),
     "fedbuff, nesterov": _batch("fedbuff", 0.2, **{"server.kind": "nesterov"}),
     "fedbuff, adagrad": _batch("fedbuff", 0.3, **{"server.kind": "adagrad"}),
@@ -129,9 +130,9 @@ RULES: dict[str, Rule] = {
     "afa-cs": _batch("afa-cs", 1.5 * FULL),
     "ca2fl": _batch("ca2fl", 1.5),
     "aced": _ACED,
-    "aced, max_age 200": replace(_ACED, sets={**_ACED.sets, "strategy.max_age": 200}),
-    "scaffold": _scaffold(3.75),
-    "scaffold, gamma .02": _scaffold(18.75, **{"solver.lr": 0.02}),
+    "aced, max_age 200": _with(_ACED, {"strategy.max_age": 200}),
+    "scaffold": _with(_batch("scaffold", 3.75), _SCAFFOLD),
+    "scaffold, gamma .02": _with(_batch("scaffold", 18.75), {**_SCAFFOLD, "solver.lr": 0.02}),
 }
 BASE: KeyValues = {
     "task.name": "mnist",
