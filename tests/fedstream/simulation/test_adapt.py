@@ -63,6 +63,6 @@ def test_what_scores_a_model_must_be_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"strategy\.adapt\.metric: .*speed"):
         simulated("strategy.adapt.metric=speed")
     with pytest.raises(ConfigError, match=r"did you mean 'accuracy'\?$"):
-        simulated("strategy.adapt.metric=acuracy")
+        simulated("strategy.adapt.metric=accuracies")
     with pytest.raises(ConfigError, match=r"journal\.weights = false"):
         simulated(*FREELY, "journal.weights=false")
