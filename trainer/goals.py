@@ -88,7 +88,7 @@ def unknown_goal(metric: str) -> str:
 def required_goal(key: str, metric: str, declared: Goals) -> Goal:
     """The goal of the metric that a key of the configuration names.
 
-    Raises ConfigError without one, with the most similar name that has one.
+    Raises ConfigError if it has none, and suggests the most similar metric that has one.
     """
     if (goal := goal_of(metric, declared)) is None:
         hint = did_you_mean(metric, [*declared, *_KNOWN])

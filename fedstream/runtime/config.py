@@ -455,7 +455,8 @@ class _Wrong:
             case _:
                 text = re.sub(r"^(Value error|Assertion failed), ", "", self.details["msg"])
                 text = text.replace(" after validation", "")  # pydantic's, of a list's length
-                text = re.sub(r"\b0\.0{4,}\d+", lambda bound: f"{float(bound[0]):g}", text)
+                # A small bound, which pydantic prints without an exponent.
+                text = re.sub(r"\b0\.0{4,}\d+", lambda number: repr(float(number[0])), text)
                 return re.sub(r"^[A-Z]\w* should ", "must ", text)
 
     def _untagged(self, kinds: Iterable[str]) -> str:
