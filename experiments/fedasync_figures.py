@@ -177,8 +177,8 @@ class Figures:
             ),
             once_run(
                 results,
-                "FedAvg makes more progress in each global epoch, of which each costs it ten times "
-                "as much (figures 4 and 5; here: accuracy when FedAvg ends).",
+                "FedAvg makes more progress in each global epoch, but each costs it ten times as "
+                "much (figures 4 and 5; here: accuracy when FedAvg ends).",
                 (epochs, *late),
                 progress,
             ),

@@ -10,8 +10,8 @@ are the defaults, and so is ``max_age`` of aced, 50, but where it is named.
 Two experiments with each model. ``rules-steps`` runs each rule with the :data:`LADDER` of six step
 sizes, once, with seed 0. ``python -m experiments.rules`` then writes each rule's best step to
 ``steps.json``, by the mean accuracy over the last third of the run. ``rules`` runs only these
-steps, with the seeds 1 to 5: no run that chose a step is among the reported ones. ``rules-cnn-
-steps`` and ``rules-cnn`` do the same with a small CNN.
+steps, with the seeds 1 to 5: no run that chose a step is among the reported ones.
+``rules-cnn-steps`` and ``rules-cnn`` do the same with a small CNN.
 """
 
 from __future__ import annotations
