@@ -4,6 +4,10 @@ from __future__ import annotations
 
 SYNC: dict[str, object] = {"simulation.staleness.kind": "none"}
 ASYNC: dict[str, object] = {"simulation.staleness.kind": "recent", "simulation.staleness.of": 5}
+PRECISION = (
+    "Devices train in bfloat16, or in float32 on a machine where that is faster; the server "
+    "computes in float32."
+)
 COLUMNS = tuple(
     (arriving, steps)
     for arriving in ("synchronous", "asynchronous")

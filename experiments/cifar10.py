@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.utils.data import TensorDataset
 
-from experiments.afl import COLUMNS, column
+from experiments.afl import COLUMNS, PRECISION, column
 from experiments.fedasync import ALPHA, T, fedasync, fedavg, rules, sgd
 from experiments.fedasync_figures import MOST, B, Figures, label
 from experiments.reproduction import (
@@ -167,10 +167,6 @@ def _afl_claims(results: Results) -> list[JudgedClaim]:
     ]
 
 
-_PRECISION = (
-    "Devices train in bfloat16, or in float32 on a machine where that is faster; the server "
-    "computes in float32."
-)
 _NOTES = (
     ("The figures have no numbers to compare with; the claims are the text's."),
     (
@@ -199,7 +195,7 @@ _NOTES = (
         "paper."
     ),
     ("The task takes its data from FEDSTREAM_DATA, and the partition is that of seed 0."),
-    _PRECISION,
+    PRECISION,
 )
 
 _AFL_NOTES = (
@@ -211,7 +207,7 @@ _AFL_NOTES = (
         "A round is one step of length .1 along a mean gradient, however many local steps it "
         "costs; a small part of 10,000 rounds shows how training begins, and no more."
     ),
-    _PRECISION,
+    PRECISION,
 )
 
 EXPERIMENTS = (
