@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 
 import fedstream
 from fedstream.api import progress
+from fedstream.journal import SUFFIX
 from tests.preloaded import descendants
 from tests.support import wait_until
 
@@ -55,20 +57,25 @@ SCRIPT = """
 
 
 @pytest.fixture
-def script(tmp_path: Path, python: Path) -> Callable[..., subprocess.Popen[str]]:
+def script(tmp_path: Path, python: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a script that is not guarded by ``if __name__ == "__main__"``."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(SCRIPT))
+    with ExitStack() as processes:
 
-    def start(*arguments: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [python, "mine.py", *map(str, arguments)],
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        def start(*arguments: object) -> subprocess.Popen[str]:
+            process = processes.enter_context(
+                subprocess.Popen(
+                    [python, "mine.py", *map(str, arguments)],
+                    cwd=tmp_path,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
+            processes.callback(process.kill)
+            return process
 
-    return start
+        yield start
 
 
 def test_an_unguarded_script_with_a_task_of_its_own_and_an_event_loop(
@@ -89,8 +96,10 @@ async def test_a_caller_that_is_killed_leaves_results_and_no_process(
     script: Callable[..., subprocess.Popen[str]], tmp_path: Path, python: Path
 ) -> None:
     started = script(100_000, "killed")
-    table = tmp_path / "killed" / "journal"
-    await wait_until(lambda: any(file.stat().st_size > 100_000 for file in table.glob("*")), 60)
+    journal = tmp_path / "killed" / "journal"
+    await wait_until(
+        lambda: any(file.stat().st_size > 100_000 for file in journal.glob(f"*{SUFFIX}")), 60
+    )
     family = descendants(psutil.Process(started.pid), python.parent)
     assert family
     started.kill()
