@@ -170,6 +170,12 @@ class Settings(Section):
                 f"{strategy.name!r}, which names no suspects: set strategy.clip, fedbuff's "
                 "strategy.aggregate or strategy.name = 'aflguard', or leave it out"
             )
+        if self.updater.quarantine_after and strategy.needs_all:
+            raise ValueError(
+                f"updater.quarantine_after = {self.updater.quarantine_after} with strategy.name = "
+                f"{strategy.name!r}, which waits for every device: the run would stop at the first "
+                "quarantine; leave it out"
+            )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         if self.private.policy is not None and (why := refusal(self)):
             raise ValueError(why)

@@ -87,6 +87,12 @@ def part_sources(settings: Settings) -> dict[str, str]:
 
 def doubts(settings: Settings) -> Iterator[str]:
     """Warnings about allowed but probably unintended settings, shown at a run's start."""
+    adapt, versions = settings.strategy.adapt, settings.run.versions
+    if adapt is not None and versions < 2 * adapt.every:
+        yield (
+            f"no effect: strategy.adapt, because alpha or server_lr changes first after "
+            f"2 * adapt.every = {2 * adapt.every} versions, and run.versions = {versions}"
+        )
     for key, s in vars(settings.strategy).items():
         if isinstance(s, StalenessFunction):
             try:

@@ -124,8 +124,10 @@ def plan(
             return _Clock(settings, devices, failed).events()
 
 
-def needs_clock(settings: Settings) -> Iterator[str]:
-    """A warning about settings without effect, because the simulation has no clock."""
+def without_effect(settings: Settings) -> Iterator[str]:
+    """Warnings about settings without effect: in any simulation, or in one without a clock."""
+    if settings.updater.quarantine_after:
+        yield "no effect: updater.quarantine_after, because simulations quarantine no device"
     staleness, devices, policy = settings.staleness, settings.devices, settings.policy
     if isinstance(staleness, LatencyStaleness):
         return

@@ -46,7 +46,7 @@ from fedstream.settings.plugin_sources import doubts
 from fedstream.settings.recording import CONFIG, SUMMARY
 from fedstream.settings.services import check_used, described, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
-from fedstream.simulation.arrivals import needs_clock
+from fedstream.simulation.arrivals import without_effect
 from fedstream.sinks.service import DirectSinks
 from fedstream.sinks.settings import flat, named, parameters
 from fedstream.sinks.sink import TrackedRun
@@ -71,7 +71,7 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     settings = settings.with_absolute_paths()
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
-    for doubt in (*doubts(settings), *needs_clock(settings)):
+    for doubt in (*doubts(settings), *without_effect(settings)):
         line(doubt, err=True)
     # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
     # first process ignores signals that it doesn't handle.

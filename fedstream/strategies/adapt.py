@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedstream.core.layout import Model
 from fedstream.runtime.config import Positive, Section
@@ -51,6 +51,12 @@ class Adapt(Section):
         if set(factors) == {1.0}:
             raise ValueError("name at least one factor that is not 1, such as 2: 1 changes nothing")
         return factors
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.least > self.most:
+            raise ValueError(f"least = {self.least:g} is above most = {self.most:g}")
+        return self
 
     def bounded(self, rate: float, scale: float) -> float:
         """The scale nearest to ``scale`` of a configured ``rate`` that is within the bounds."""

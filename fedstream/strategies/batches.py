@@ -182,13 +182,13 @@ class FedBuffSettings(Batch):
     """FedBuff: x_{t+1} = x_t - (server_lr / K) sum s(d) (x_tau - x_new), every K arrivals.
 
     Unbounded Gradients in Federated Learning with Buffered Asynchronous Aggregation (Toghani,
-    Uribe), algorithm 2; its devices' part is algorithm 1, and its beta is server_lr / K. K = 1 is
+    Uribe; 2022), algorithm 2; its devices' part is algorithm 1, and its beta is server_lr / K. K = 1 is
     plain asynchronous federated learning.
     """
 
     name: Literal["fedbuff"] = "fedbuff"
     staleness: Staleness = Constant()
-    """Not in this paper; the original FedBuff has 1 / sqrt(1 + d)."""
+    """Not in this paper; the original FedBuff (Nguyen et al., AISTATS 2022) has 1 / sqrt(1 + d)."""
     aggregate: Annotated[Middle, Field(exclude_if=lambda one: one == "mean")] = "mean"
     """what is made of the batch: its mean, or a middle that outliers can't move far
     (:mod:`fedstream.strategies.robust`), for which the K updates are kept"""

@@ -20,8 +20,8 @@ class FadasSettings(Batch):
     FADAS: Towards Federated Adaptive Asynchronous Optimization (Wang, Wang, Lu, Chen; ICML 2024),
     algorithm 1. eta_t is ``server_lr`` while tau_max, the largest staleness in the batch, is at
     most ``tau_c``; beyond it, ``delay_adaptive`` decides. Nothing corrects the bias of m and v,
-    except in the edition "code", which is the authors' program
-    (https://github.com/yujiaw98/FADAS).
+    except in the edition "code", which is the authors' program (https://github.com/yujiaw98/FADAS,
+    g_delay_adaptive.py with --optimizer=fedams).
     """
 
     name: Literal["fadas"] = "fadas"

@@ -1,9 +1,9 @@
 """Server optimizers: the steps that a batch rule takes along the mean of its batch.
 
-Adaptive Federated Optimization (Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan),
-algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything element by
+Adaptive Federated Optimization (Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan;
+ICLR 2021), algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything element by
 element. As in the paper, nothing corrects the bias of the first versions, and v starts at tau^2.
-``momentum`` is FedAvgM (Hsu, Qi, Brown), which accumulates D itself.
+``momentum`` is FedAvgM (Hsu, Qi, Brown; 2019, arXiv 1909.06335), which accumulates D itself.
 
 All arithmetic is separate float32 operations that IEEE 754 rounds correctly, the square root and
 the division too: a replay gets the same bits on every machine.
@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from fedstream.core.layout import Floats
-from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.config import Section
 from fedstream.strategies.mixing import BLOCK
 from fedstream.strategies.vectors import DeviceVectors
 
@@ -100,7 +100,7 @@ class Momentum(_Stateful):
 
 
 class Nesterov(Momentum):
-    """m <- beta m + D; x <- x + eta (D + beta m)."""
+    """m <- beta m + D; x <- x + eta (D + beta m): Nesterov's momentum as torch.optim.SGD has it."""
 
     kind: Literal["nesterov"] = "nesterov"  # type: ignore[assignment]
 
@@ -116,7 +116,7 @@ class Adagrad(_Stateful):
 
     kind: Literal["adagrad"] = "adagrad"
     beta1: Beta = 0.0
-    tau: Positive = 1e-3
+    tau: Annotated[float, Field(ge=1e-30)] = 1e-3
 
     moments: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -169,7 +169,7 @@ class Amsgrad(_Stateful):
     """As ``adam``, but v starts at 0, and v-hat <- max(v-hat, v); x <- x + eta m / (sqrt(v-hat) +
     eps).
 
-    On the Convergence of Adam and Beyond (Reddi, Kale, Kumar), algorithm 2.
+    On the Convergence of Adam and Beyond (Reddi, Kale, Kumar; ICLR 2018), algorithm 2.
     """
 
     kind: Literal["amsgrad"] = "amsgrad"

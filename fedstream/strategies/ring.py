@@ -38,7 +38,7 @@ class RingleaderSettings(Caching):
     """Ringleader: x_{t+1} = x_t + (server_lr / M) sum_i mean_i, mean_i over device i's deltas.
 
     Ringleader ASGD: The First Asynchronous SGD with Optimal Time Complexity under Data
-    Heterogeneity (Maranjyan, Richtarik, ICLR 2026), algorithm 1. Its rounds have two phases. In the
+    Heterogeneity (Maranjyan, Richtarik; arXiv 2509.22860), algorithm 1. Its rounds have two phases. In the
     first, updates are collected until every device has sent one. The last of them makes a version;
     in the second phase, the first update of each other device joins its mean and makes one. Further
     updates of a device that had its version are kept for the next round. So a round makes M
@@ -53,6 +53,7 @@ class RingleaderSettings(Caching):
     """
 
     rounds: ClassVar[InRounds] = "never"
+    needs_all: ClassVar[bool] = True
     name: Literal["ringleader"] = "ringleader"
     buffer_size: Annotated[Literal[1], Field(exclude=True)] = 1
     server_lr: Annotated[float, Field(gt=0)] = 0.3

@@ -55,7 +55,9 @@ def geometric_median(vectors: Sequence[Floats], into: Floats) -> None:
     median(vectors, into)
     for _ in range(ITERATIONS):
         shares = [1 / max(_NEAREST, distance(into, vector)) for vector in vectors]
-        total = sum(shares)  # in the order of the vectors
+        total = 0.0
+        for share in shares:  # not sum(): from Python 3.12 on, its last bits differ
+            total += share
         into[:] = 0.0
         for vector, share in zip(vectors, shares, strict=True):
             add(into, vector, share / total, into=into)

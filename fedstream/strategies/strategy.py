@@ -124,6 +124,8 @@ class Strategy(NamedSettings):
     """whether the rule corrects client drift, which also needs such solvers (SCAFFOLD)"""
     rounds: ClassVar[InRounds] = "possible"
     """whether the scheduler may ask devices in rounds"""
+    needs_all: ClassVar[bool] = False
+    """whether the rule waits for every device, so that one in quarantine stops the run"""
     masked: ClassVar[bool] = False
     """whether updates are masked: versions are then made by opening a batch's sum"""
     batch_key: ClassVar[str] = "buffer_size"

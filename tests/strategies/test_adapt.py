@@ -185,6 +185,8 @@ def test_wrong_settings_are_named() -> None:
         FedAvgSettings(adapt=Adapt())
     with pytest.raises(ValidationError, match=r"alpha = 0.4 is not between least = 0.5"):
         FedAsyncSettings(alpha=0.4, adapt=Adapt(least=0.5))
+    with pytest.raises(ValidationError, match=r"least = 2 is above most = 1"):
+        Adapt(least=2.0)
     with pytest.raises(ValidationError, match="at least one factor that is not 1"):
         Adapt(factors=(1.0, 1.0))
     with pytest.raises(ValidationError, match=r"most = 1\.5: alpha is at most 1"):

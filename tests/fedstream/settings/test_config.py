@@ -193,3 +193,8 @@ def test_quarantine_needs_a_rule_that_names_suspects(sets: list[str], *, names: 
         assert read(None, [asked, *sets]).updater.quarantine_after == 3
     else:
         assert "which names no suspects: set strategy.clip" in _error(asked, *sets)
+
+
+def test_no_quarantine_of_devices_that_the_rule_waits_for() -> None:
+    said = _error("updater.quarantine_after=3", "strategy.name=ringleader", "strategy.clip=1")
+    assert "'ringleader', which waits for every device: the run would stop" in said

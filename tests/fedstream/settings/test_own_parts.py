@@ -106,3 +106,12 @@ def test_a_staleness_function_that_slows_fresh_updates_is_doubted(tmp_path: Path
     assert list(doubts(read(None, [f"{name}:fails"]))) == []  # the first update tells where
     for strategy in ("fedasync", "fedbuff", "fedavg"):
         assert list(doubts(read(None, [f"strategy.name={strategy}"]))) == []
+
+
+def test_a_run_too_short_to_adapt_its_step_is_doubted() -> None:
+    def told(versions: int) -> list[str]:
+        return list(doubts(read(None, ["strategy.adapt.every=20", f"run.versions={versions}"])))
+
+    assert told(40) == []
+    (short,) = told(39)
+    assert "changes first after 2 * adapt.every = 40 versions, and run.versions = 39" in short

@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
-from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, needs_clock, plan
+from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, without_effect, plan
 
 SHARES = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
 
@@ -359,11 +359,15 @@ def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> 
         ),
         (("scheduler.policy.kind=in_flight", "scheduler.policy.n=9"), "scheduler.policy"),
         (("strategy.name=fedavg", "scheduler.policy.kind=rounds"), ""),
+        (
+            ("strategy.name=aflguard", "updater.quarantine_after=5"),
+            "updater.quarantine_after",
+        ),
         (("devices.dropout=0.1", "simulation.staleness.kind=latency"), ""),
     ],
 )
-def test_settings_that_need_a_clock_are_named_without_one(sets: tuple[str, ...], vain: str) -> None:
-    told = [one.partition(", because ")[0] for one in needs_clock(settings(*sets))]
+def test_settings_without_effect_are_named(sets: tuple[str, ...], vain: str) -> None:
+    told = [one.partition(", because ")[0] for one in without_effect(settings(*sets))]
     assert told == ([f"no effect: {vain}"] if vain else [])
 
 
