@@ -18,6 +18,7 @@ from experiments.running import chosen, run
 from experiments.showing import TABLE, show
 from fedstream.cli.options import DataRoot, Jobs
 from fedstream.core.errors import ConfigError, FedstreamError
+from fedstream.runtime.text import did_you_mean
 
 RESULTS = Path(__file__).parent / "results"
 ALGORITHMS = RESULTS.parents[1] / "docs" / "algorithms.md"
@@ -42,7 +43,10 @@ def catalogue_with(names: Sequence[str]) -> dict[str, reproduction.Experiment]:
     """The catalogue, if it has all these experiments. Raises ConfigError."""
     known = reproduction.catalogue()
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+        raise ConfigError(
+            f"unknown experiment {', '.join(unknown)}: `python -m experiments --list` lists all"
+            f"{did_you_mean(unknown[0], known)}"
+        )
     return known
 
 

@@ -2,7 +2,7 @@
 
 Devices train in bfloat16 where that is faster. On a core with AVX-512's bfloat16 a step of
 FedAsync's network takes about 105 ms, and of AFL's 130 ms: at full length a run takes 40 min and
-9.5 hours, so the results are those of ``--scale``. An interrupted command continues within a run.
+nine hours, so the results are those of ``--scale``. An interrupted command continues within a run.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ _FIGURES = Figures(
     swept={16: ("Const", "Poly")},
     loss="training_loss",
     gradients="gradients (10: one epoch, 2 communications)",
+    tuned=False,
 )
 _CELLS = (
     Cell("SGD", _SGD),
@@ -126,43 +127,48 @@ _AFL_CELLS = tuple(
 
 # AFL's claims
 
-_TELLING = 20  # beyond this scale the runs are too short to tell
+_LEARNS = 0.15  # accuracy that a model has once it learns; by chance it has .1
 
 
 def _afl_claims(results: Results) -> list[JudgedClaim]:
     ends = {p: [results.each(_afl(p, *kind), "last") for kind in COLUMNS] for p in _PAPER}
     means = {p: [mean_of(of) for of in row] for p, row in ends.items()}
     spans = {p: max(row) - min(row) for p, row in means.items()}
-    tells = results.scale <= _TELLING
     reached = "; ".join(
         f"p = {p}: " + ", ".join(f"{value:.3f}" for value in row) for p, row in means.items()
     )
     rounds = results.of(_afl(1, *COLUMNS[0]))[0].versions
-    alike = {p: within(row, 0.03) if tells else [] for p, row in ends.items()}
-    columns = zip(ends[1], ends[10], strict=True)
+    alike = {p: within(row, 0.03) for p, row in ends.items()}
+    more = [above(high, low) for low, high in zip(ends[1], ends[10], strict=True)]
+    learn = min(means[10]) > _LEARNS
+    whole = results.scale == 1
     return [
         JudgedClaim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
-            "here: the four columns within .03).",
-            [*alike[1], *alike[10]],
+            "here: the four columns within .03 at full length).",
+            [*alike[1], *alike[10]] if whole else [],
             f"After {rounds} rounds the columns lie within "
             + " and ".join(f"{span:.3f} (p = {p})" for p, span in spans.items())
             + ".",
         ),
         JudgedClaim(
-            "The accuracy falls as p does (table 2; here: from p = 10 to p = 1, every column).",
-            [above(high, low) for low, high in columns] if tells else [],
+            "The accuracy falls as p does (table 2; here: from p = 10 to p = 1, every column, at "
+            "full length).",
+            more if whole else [],
             f"After {rounds} rounds, in the table's order: {reached}.",
         ),
         JudgedClaim(
-            "At p = 10 the curves of all four are almost identical (figure 3).",
-            alike[10],
+            "At p = 10 the curves of all four are almost identical (figure 3; here: the last "
+            f"accuracies within .03, once all are above {_LEARNS}).",
+            alike[10] if learn else [],
             f"After {rounds} rounds they lie within {spans[10]:.3f}.",
         ),
         JudgedClaim(
-            "More classes a device, fewer rounds to converge (figure 3).",
-            [],
-            f"No cell is anywhere near converged: the best is {max(map(max, means.values())):.3f}.",
+            "More classes a device, fewer rounds to converge (figure 3; here: after as many "
+            f"rounds every column is higher at p = 10 than at p = 1, once all at p = 10 are above "
+            f"{_LEARNS}).",
+            more if learn else [],
+            f"After {rounds} rounds, in the table's order: {reached}.",
         ),
     ]
 
@@ -214,7 +220,7 @@ EXPERIMENTS = (
     Experiment(
         name="fedasync-cifar10",
         title="FedAsync on CIFAR-10",
-        source="FedAsync, figures 2 to 8 (2019), figures 2 and 4 (workshop)",
+        source="FedAsync, figures 2 to 8 and 10 (2019), figures 2 and 4 (workshop)",
         base=_BASE,
         cells=_CELLS,
         compare="last",

@@ -155,7 +155,7 @@ def _claims(
         steadier(
             results,
             "Diminishing alpha reduces the variance at the end (2019, remark 3; here: the "
-            "accuracy falls less on average from one measurement to the next).",
+            "accuracy falls less on average from one measurement to the next, over the run).",
             alike,
         ),
         *(

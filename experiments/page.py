@@ -25,6 +25,7 @@ from experiments.showing import (
     length,
     mean_and_deviation,
     table_row,
+    title,
 )
 from fedstream.history.display import duration
 
@@ -40,9 +41,9 @@ _ABOUT = """\
 *not tested*: [the rule](../README.md#results). The theorems are in [theory](../theory/README.md).
 
 Numbers to compare with: AFL's tables give the accuracy of every cell, and `differences.png` shows
-what was measured less the paper's number. No value of a figure can be read off: the texts have the
-figures' captions, not their curves. So FedAsync's experiments, which are all figures, and AFL's
-figures are judged by what the texts claim about them.
+what was measured less the paper's number. The figures' values are not known here, as the texts that
+were read lack the pictures. So FedAsync's experiments, which are all figures, and AFL's figures are
+judged by what the texts say about them.
 """
 
 
@@ -126,13 +127,13 @@ def _part(
     folder: Path,
 ) -> list[str]:
     """An experiment: its claims, pictures and runs."""
-    lines = [f"## {name}", "", f"{experiment.title}: [every cell]({name}/{TABLE})."]
+    lines = [f"## {name}", "", f"{title(experiment, results)}: [every cell]({name}/{TABLE})."]
     numbered = [c for c in experiment.cells if c.paper is not None and results.of(c.label)]
     if numbered and experiment.tolerance is not None and results.scale == 1:
         near = len(numbered) - len(beyond(experiment, results))
         lines.append(
             f"{near} of {len(numbered)} cells are within {experiment.tolerance:g} of the paper's "
-            "numbers."
+            f"numbers ({experiment.compare} version)."
         )
     if results.scale > 1:
         lines.append(f"At T / {results.scale:g}, a verdict is of the run's beginning.")

@@ -74,6 +74,11 @@ def length(experiment: Experiment, results: Results) -> str:
     return f"T divided by {results.scale:g}, {repeats}"
 
 
+def title(experiment: Experiment, results: Results) -> str:
+    """The experiment's title, with the length where it isn't the paper's."""
+    return experiment.title + (f", T / {results.scale:g}" if results.scale > 1 else "")
+
+
 # the table
 
 
@@ -93,7 +98,7 @@ def table(experiment: Experiment, results: Results) -> str:
         how += f" The difference is the {experiment.compare} less the paper's number."
         columns = ["cell", "paper", "best", "last", "difference", "repeats"]
     lines = [
-        f"# {experiment.title}",
+        f"# {title(experiment, results)}",
         "",
         about,
         "",

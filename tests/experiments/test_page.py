@@ -69,7 +69,7 @@ def test_claims_numbers_pictures_and_runs_are_on_the_page(tmp_path: Path) -> Non
     assert "| **held** (5 repeats) | High is above low. | By .2. |" in told
     assert "| **did not hold** (5 repeats) | High is below low. | It is not. |" in told
     assert "| **not tested** (no comparison) | High lasts. | Not run. |" in told
-    assert "1 of 2 cells are within 0.02 of the paper's numbers." in told
+    assert "1 of 2 cells are within 0.02 of the paper's numbers (best version)." in told
     shown = [line for line in told if line.startswith("![")]
     assert shown == [f"![heights: {file}](heights/{file})" for file in ("curves.png", DIFFERENCES)]
     assert "| `repeat heights` | 2026-11-29 | 10 | 1:30 | 1 | A \\| B, 2 cores, torch 2 |" in told

@@ -247,6 +247,7 @@ def test_results_of_different_scales_are_not_mixed(tiny: Experiment, tmp_path: P
     results = run(tiny, tmp_path, repeats=1, scale=10)
     assert results.of("fast")[0].versions == 2
     assert "T divided by 10, 1 repeat" in (text := table(tiny, results))
+    assert text.startswith("# Tiny, T / 10\n")
     assert "Within" not in text  # the paper's numbers are of its own length
     with pytest.raises(ConfigError, match="holds results at scale 10, not 1: give --scale 10"):
         run(tiny, tmp_path)
@@ -475,7 +476,7 @@ def test_list_with_a_name_lists_its_cells(
 
 
 def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown experiment nope; known: .*afl-mnist-table2"):
+    with pytest.raises(ConfigError, match=r"unknown experiment nope: .* lists all"):
         ask(["afl-mnist-table2", "nope"])
     with pytest.raises(ConfigError, match="name an experiment"):
         ask([])
