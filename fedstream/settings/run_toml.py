@@ -84,8 +84,8 @@ def refuse_ended(settings: Settings, config: Path | None) -> None:
     summary = config.with_name(SUMMARY)
     if config.name == CONFIG and summary.is_file():
         raise FedstreamError(
-            f"{config} belongs to a run that is over and has no Redis any more, or to a simulation: "
-            f"its results are in {summary}; if you mean another Redis, set redis.url"
+            f"{config} belongs to a run that is over and has no Redis any more, or to a "
+            f"simulation: its results are in {summary}; if you mean another Redis, set redis.url"
         )
 
 

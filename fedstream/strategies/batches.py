@@ -182,8 +182,8 @@ class FedBuffSettings(Batch):
     """FedBuff: x_{t+1} = x_t - (server_lr / K) sum s(d) (x_tau - x_new), every K arrivals.
 
     Unbounded Gradients in Federated Learning with Buffered Asynchronous Aggregation (Toghani,
-    Uribe; 2022), algorithm 2; its devices' part is algorithm 1, and its beta is server_lr / K. K = 1 is
-    plain asynchronous federated learning.
+    Uribe; 2022), algorithm 2; its devices' part is algorithm 1, and its beta is server_lr / K.
+    K = 1 is plain asynchronous federated learning.
     """
 
     name: Literal["fedbuff"] = "fedbuff"

@@ -1,8 +1,9 @@
 """Server optimizers: the steps that a batch rule takes along the mean of its batch.
 
 Adaptive Federated Optimization (Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan;
-ICLR 2021), algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything element by
-element. As in the paper, nothing corrects the bias of the first versions, and v starts at tau^2.
+ICLR 2021), algorithm 2, with D the batch's mean delta, eta ``strategy.server_lr``, and everything
+element by element. As in the paper, nothing corrects the bias of the first versions, and v starts
+at tau^2.
 ``momentum`` is FedAvgM (Hsu, Qi, Brown; 2019, arXiv 1909.06335), which accumulates D itself.
 
 All arithmetic is separate float32 operations that IEEE 754 rounds correctly, the square root and

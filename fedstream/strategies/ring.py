@@ -38,11 +38,11 @@ class RingleaderSettings(Caching):
     """Ringleader: x_{t+1} = x_t + (server_lr / M) sum_i mean_i, mean_i over device i's deltas.
 
     Ringleader ASGD: The First Asynchronous SGD with Optimal Time Complexity under Data
-    Heterogeneity (Maranjyan, Richtarik; arXiv 2509.22860), algorithm 1. Its rounds have two phases. In the
-    first, updates are collected until every device has sent one. The last of them makes a version;
-    in the second phase, the first update of each other device joins its mean and makes one. Further
-    updates of a device that had its version are kept for the next round. So a round makes M
-    versions, and staleness is at most 2 M - 2 while all devices are at work.
+    Heterogeneity (Maranjyan, Richtarik; ICLR 2026, arXiv 2509.22860), algorithm 1. Its rounds have
+    two phases. In the first, updates are collected until every device has sent one. The last of
+    them makes a version; in the second phase, the first update of each other device joins its mean
+    and makes one. Further updates of a device that had its version are kept for the next round. So
+    a round makes M versions, and staleness is at most 2 M - 2 while all devices are at work.
 
     The paper's devices send gradients of one step; here deltas may be of several, and ``server_lr``
     times their learning rate is the paper's gamma. A device's mean is updated incrementally, and

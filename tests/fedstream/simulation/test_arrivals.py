@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.core.errors import ConfigError
 from fedstream.settings.config import Settings, read
-from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, without_effect, plan
+from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan, without_effect
 
 SHARES = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
 
