@@ -330,7 +330,10 @@ class Study:
                         "take unequally many, so its runs can be longer, and its 'best' and 'last' "
                         "below cost more updates, or shorter."
                     ),
-                    "Rounds have ten devices at work, however many are in flight elsewhere.",
+                    (
+                        "Rounds have ten devices at work, however many are in flight elsewhere. "
+                        "Claims compare with the better of their two rows."
+                    ),
                     "Tasks that ringmaster cancels are not counted as updates.",
                     "Runs fail if too many updates in a row are refused, here as not finite.",
                     "All devices take as many steps, so afa-cd is fedbuff.",
