@@ -134,10 +134,9 @@ def _afl_claims(results: Results) -> list[JudgedClaim]:
     ends = {p: [results.each(_afl(p, *kind), "last") for kind in COLUMNS] for p in _PAPER}
     means = {p: [mean_of(of) for of in row] for p, row in ends.items()}
     spans = {p: max(row) - min(row) for p, row in means.items()}
-    reached = "; ".join(
-        f"p = {p}: " + ", ".join(f"{value:.3f}" for value in row) for p, row in means.items()
-    )
     rounds = results.of(_afl(1, *COLUMNS[0]))[0].versions
+    rows = (f"p = {p}: " + ", ".join(f"{one:.3f}" for one in row) for p, row in means.items())
+    reached = f"After {rounds} rounds, in the table's order: {'; '.join(rows)}."
     alike = {p: within(row, 0.03) for p, row in ends.items()}
     more = [above(high, low) for low, high in zip(ends[1], ends[10], strict=True)]
     learn = min(means[10]) > _LEARNS
@@ -155,7 +154,7 @@ def _afl_claims(results: Results) -> list[JudgedClaim]:
             "The accuracy falls as p does (table 2; here: from p = 10 to p = 1, every column, at "
             "full length).",
             more if whole else [],
-            f"After {rounds} rounds, in the table's order: {reached}.",
+            reached,
         ),
         JudgedClaim(
             "At p = 10 the curves of all four are almost identical (figure 3; here: the last "
@@ -168,7 +167,7 @@ def _afl_claims(results: Results) -> list[JudgedClaim]:
             f"rounds every column is higher at p = 10 than at p = 1, once all at p = 10 are above "
             f"{_LEARNS}).",
             more if learn else [],
-            f"After {rounds} rounds, in the table's order: {reached}.",
+            reached,
         ),
     ]
 

@@ -475,9 +475,11 @@ def test_list_with_a_name_lists_its_cells(
     assert command.listed(["tiny"]) == ["fast", "slow"]
 
 
-def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown experiment nope: .* lists all"):
+def test_unknown_experiment_is_told_where_the_known_ones_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown experiment nope: .* lists all$"):
         ask(["afl-mnist-table2", "nope"])
+    with pytest.raises(ConfigError, match=r"lists all; did you mean 'afl-mnist-table2'\?"):
+        ask(["afl-mnist-tabl2"])
     with pytest.raises(ConfigError, match="name an experiment"):
         ask([])
     with pytest.raises(ConfigError, match="--out takes the results of one experiment"):
