@@ -31,6 +31,7 @@ from fedstream.runtime.config import load
 from fedstream.settings.config import options
 from fedstream.settings.recording import settings_of
 from fedstream.strategies import RULES, Strategy, StrategySettings, strategy_of
+from fedstream.strategies.adapt import Adapt
 from fedstream.strategies.mixing import BLOCK, norm
 from fedstream.terminal import cell, console, line, progress, verbatim
 
@@ -55,6 +56,7 @@ _UNMEASURED = "; --evaluate-every 0 measures nothing and needs no task"
 
 
 _OVER = "private.over"  # the one key of private runs that a replay can change
+_DECIDES = tuple(f"strategy.adapt.{key}" for key in Adapt.model_fields.keys() - {"least", "most"})
 
 
 class _Rule(BaseModel):
@@ -74,6 +76,11 @@ def rule_by(
             raise ConfigError(
                 f"--set {item}: a replay can change only the strategy, as in --set "
                 f"strategy.alpha=0.3, and {_OVER}; everything else is as recorded"
+            )
+        if item.strip().startswith(_DECIDES):
+            raise ConfigError(
+                f"--set {item}: no effect, because a replay takes the recorded changes of the "
+                "step and decides none: set only strategy.adapt.least and strategy.adapt.most"
             )
     if not sets and strategy is None:
         return None

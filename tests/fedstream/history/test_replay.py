@@ -21,6 +21,7 @@ from fedstream.strategies import (
     FedAvgSettings,
     FedBuffSettings,
 )
+from fedstream.strategies.adapt import Adapt
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings, initial
 from tests.integration.command import BLOBS
@@ -196,6 +197,7 @@ def test_without_test_data_only_distances_are_shown(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (out / "without_tests.py").write_text("""
+from fedstream.strategies.adapt import Adapt
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings
 task = load_task("digits", TaskSettings())
@@ -316,6 +318,16 @@ def test_set_changes_one_recorded_parameter() -> None:
     assert other
     assert other(recorded) == FedAvgSettings()
     assert replay.rule_by([]) is None
+
+
+def test_set_refuses_what_decides_steps_but_not_their_bounds() -> None:
+    recorded = FedAsyncSettings(adapt=Adapt()).model_dump(mode="json")
+    for key in ("every=20", "rows=5", "metric=accuracy", "factors=[0.1]"):
+        with pytest.raises(ConfigError, match=f"{re.escape(key)}: no effect, because a replay"):
+            replay.rule_by([f"strategy.adapt.{key}"])
+    rule = replay.rule_by(["strategy.adapt.most=0.6", "strategy.adapt.least=0.1"])
+    assert rule
+    assert rule(recorded) == FedAsyncSettings(adapt=Adapt(most=0.6, least=0.1))
 
 
 def test_devices() -> None:
