@@ -197,7 +197,6 @@ def test_without_test_data_only_distances_are_shown(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (out / "without_tests.py").write_text("""
-from fedstream.strategies.adapt import Adapt
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import TaskSettings
 task = load_task("digits", TaskSettings())
